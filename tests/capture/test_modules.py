@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -67,15 +68,20 @@ def test_hooks_of_the_users_are_noted() -> None:
     assert [record.path for record in modules.records if record.hooked] == ["Tied.blocks"]
 
 
-def test_hooks_on_all_modules_are_noted() -> None:
-    """A call that reruns would call them again, so techniques that rerun calls refuse them."""
+@pytest.mark.parametrize(
+    ("register", "forward_only"),
+    [("register_module_forward_pre_hook", True), ("register_module_full_backward_hook", False)],
+)
+def test_hooks_on_all_modules_are_noted(register: str, forward_only: bool) -> None:
+    """Only those on the forward may be called again, by a rerun that is given what forward was given."""
     modules = Modules()
-    hook = nn.modules.module.register_module_forward_pre_hook(lambda module, args: None)
+    hook = getattr(nn.modules.module, register)(lambda module, *args: None)
     try:
         modules.add_root(nn.Sequential(nn.Linear(2, 2)))
     finally:
         hook.remove()
-    assert [record.hooked for record in modules.records] == [True, True]
+    assert all(record.hooked for record in modules.records)
+    assert all(record.hooked_with_all == forward_only for record in modules.records)
 
 
 def test_bytes_of_the_module_alone() -> None:

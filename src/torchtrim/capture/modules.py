@@ -13,7 +13,11 @@ from msgspec.structs import replace
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchtrim.capture.code.side_effects import SideEffects, are_all_hooked
+from torchtrim.capture.code.side_effects import (
+    SideEffects,
+    are_all_hooked,
+    backward_hooks_on_all,
+)
 from torchtrim.dispatch.places import CallSite
 from torchtrim.dispatch.storages import element_bytes
 from torchtrim.records.profile import Module
@@ -84,6 +88,7 @@ class Modules:
         if id(module) in self._numbers:
             return
         parent = self._parent(path)
+        own = any(getattr(module, name) for name in (*HOOKS, "_compiled_call_impl"))
         self._numbers[id(module)] = self._paths[path] = len(self.records)
         self._kept.append(module)
         self.records.append(
@@ -92,9 +97,9 @@ class Modules:
                 type=type(module).__name__,
                 parent=parent,
                 chain=type(module).forward is nn.Sequential.forward,
-                hooked=are_all_hooked()
-                or any(getattr(module, name) for name in (*HOOKS, "_compiled_call_impl")),
+                hooked=own or are_all_hooked(),
                 parameter_bytes=_parameter_bytes(module),
+                hooked_with_all=not own and are_all_hooked() and not backward_hooks_on_all(),
             )
         )
 

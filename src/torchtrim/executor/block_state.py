@@ -25,7 +25,9 @@ from torchtrim.capture.code.side_effects import (
     CalledFunction,
     SideEffects,
     are_all_hooked,
+    backward_hooks_on_all,
     changed,
+    forward_hooks_on_all,
     hooks_of,
     is_ours,
 )
@@ -76,14 +78,16 @@ class BlockState:
         """The `training` flag of each module, which decides what the block writes."""
         return tuple(module.training for module in self.modules)
 
-    def why_once(self) -> str:
+    def why_once(self, *, same: bool = False) -> str:
         """Return why the block must run only once now, or an empty string if it can be rerun.
 
-        Analyzes its code again if modules, hooks or methods changed since the last call.
+        Analyzes its code again if modules, hooks or methods changed since the last call. `same`: another run
+        is given the same arguments, so hooks on the forward of all modules may run again, if they have no
+        side effects.
         """
         if self._shape() != self._known or changed(self._effects.references):
             self._look()
-        if are_all_hooked():
+        if backward_hooks_on_all() if same else are_all_hooked():
             return "all modules have hooks, which would be called twice"
         if any(not is_ours(hook) for module in self._hooked for hook in hooks_of(module)):
             return "it has hooks, which would be called twice"
@@ -115,7 +119,7 @@ class BlockState:
 
     def _shape(self) -> list[Any]:
         """A snapshot of types, children, own methods and hooks, which shows whether code may have changed."""
-        return [
+        own = (
             (
                 type(module),
                 module.__dict__.get("forward"),
@@ -124,7 +128,8 @@ class BlockState:
                 *module._modules.values(),
             )
             for module in self.modules
-        ]
+        )
+        return [*own, *forward_hooks_on_all()]
 
     def tensors(self) -> Iterator[tuple[Key, torch.Tensor]]:
         """Yield the buffers of the modules and the tensors among their attributes."""

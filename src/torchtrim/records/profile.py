@@ -140,7 +140,7 @@ class Module(Struct, frozen=True, array_like=True, gc=False):
 
     `hooked`: it has user hooks. `writes`: the state its code writes beyond its own tensors and attributes,
     and the line; rerunning the module would write it twice. `made`: the place that constructed it, an index
-    or -1.
+    or -1. `hooked_with_all`: its only hooks are those on the forward of all modules.
     """
 
     path: Text
@@ -151,6 +151,7 @@ class Module(Struct, frozen=True, array_like=True, gc=False):
     parameter_bytes: Count
     writes: Text = ""
     made: Index = -1
+    hooked_with_all: bool = False
 
 
 class Call(Struct, frozen=True, array_like=True, gc=False):

@@ -82,6 +82,7 @@ class StepModule(NamedTuple):
     """A module of the program. `parent` is its number, or -1 for a root. `chain`: its children run in order.
 
     `hooked`: it has user hooks. `writes`: state outside its own tensors and attributes that its code writes.
+    `hooked_with_all`: its only hooks are on the forward of all modules; `writes` has their writes.
     """
 
     path: str
@@ -90,11 +91,12 @@ class StepModule(NamedTuple):
     chain: bool
     hooked: bool
     writes: str = ""
+    hooked_with_all: bool = False
 
     @property
     def runs_once(self) -> bool:
         """True if the forward must not run more often than the program runs it."""
-        return self.hooked or bool(self.writes)
+        return (self.hooked and not self.hooked_with_all) or bool(self.writes)
 
 
 class StepCall(NamedTuple):

@@ -198,6 +198,30 @@ def test_hooks_and_a_forward_of_its_own_are_read() -> None:
     assert SideEffects([own]).writes
 
 
+@pytest.mark.parametrize(
+    ("hook", "writes"),
+    [
+        ("lambda m, args, out: None", False),
+        ("lambda m, args, out: out * 0.5", False),
+        ("lambda m, args, out: LOG.append(1)", True),
+        ("lambda m, args, out: setattr(m, 'last', out)", True),
+        ("lambda m, args, out: args[0].mul_(2) and None", True),
+        ("lambda *given: given[0].seen.append(1)", True),
+        ("LOG.append", True),
+        ("print", True),
+    ],
+)
+def test_hooks_on_all_modules_are_read(hook: str, writes: bool) -> None:
+    net, _ = net_of("return x")
+    found = loaded(f"LOG = []\nHOOK = {hook}\n")["HOOK"]
+    removable = nn.modules.module.register_module_forward_hook(found)
+    try:
+        assert bool(SideEffects([net]).writes) == writes
+    finally:
+        removable.remove()
+    assert SideEffects([net]).writes == []
+
+
 def test_a_closure_is_read() -> None:
     maker = """
 def make():

@@ -11,6 +11,7 @@ import ast
 import collections
 import dis
 import functools
+import inspect
 import io
 import itertools
 import random
@@ -51,6 +52,9 @@ _WRITING_FUNCTIONS = """
     delitem
 """
 _WRITE_TO_ARGUMENT = frozenset(_WRITING_FUNCTIONS.split())
+_STARRED = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+_GIVEN_TO_HOOKS = 4
+"""A module, the arguments of its call, those by name, and what it returned."""
 _CONTAINERS = (list, dict, set, bytearray, collections.deque, io.IOBase)
 _IMMUTABLE = (int, float, complex, str, bytes, bool, tuple, frozenset, type(None))
 _SAVES = frozenset(("save", "savez", "savetxt", "dump", "to_csv", "to_json", "savefig", "imsave"))
@@ -73,8 +77,8 @@ Reference = tuple[Mapping[str, Any], str, Any]
 
 
 class SideEffects:
-    """Side effects of the code of modules and functions, random generators it may use, and other modules it
-    calls.
+    """Side effects of the code of modules, of hooks on all modules, and of functions; random generators it
+    may use, and other modules it calls.
 
     `reads` are the names of the attributes that it reads; `is_unread`: some code has no source. `references`
     are the names that lead to code and state, with their values: the result is stale once one changes.
@@ -99,6 +103,8 @@ class SideEffects:
             self._try(lambda one: self._call(one, 0), function, home)
         for module in self.modules:
             self._try(self._look_at, module, type(module).__module__)
+        for hook in forward_hooks_on_all() if self.modules else ():
+            self._try(self._look_at_hook, hook, str(getattr(hook, "__module__", "")))
 
     def _try(self, look: Callable[[Any], None], thing: Any, module: str) -> None:
         """Read code; code that cannot be read counts as a write."""
@@ -124,6 +130,17 @@ class SideEffects:
             self._look_at_class(module)
         for hook in hooks_of(module):
             self._call(hook, 0)
+
+    def _look_at_hook(self, hook: Any) -> None:
+        """Read a hook on all modules, each of whose arguments outlives the call."""
+        function, _ = function_of(hook) or (None, ())
+        if function is not None and _is_read_whole(function):
+            self._call(functools.partial(hook, *[UNKNOWN] * _GIVEN_TO_HOOKS), 0)
+            return
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        code = getattr(function, "__code__", None)
+        site = (code.co_filename, code.co_firstlineno) if code is not None else ("", 0)
+        self.writes.append(Write(f"may write in `{name}`, a hook on all modules,", *site))
 
     def _look_at_class(self, module: nn.Module) -> None:
         """Read the forward of a module's class, or of the original class if a technique subclassed it."""
@@ -249,16 +266,31 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
         yield from table.values()
 
 
+def forward_hooks_on_all() -> list[Any]:
+    """Return the program's hooks on the forward of all modules."""
+    tables = _global_forward_pre_hooks, _global_forward_hooks
+    return [hook for table in tables for hook in table.values() if not is_ours(hook)]
+
+
+def backward_hooks_on_all() -> list[Any]:
+    """Return the program's hooks on the backward of all modules."""
+    tables = _global_backward_pre_hooks, _global_backward_hooks
+    return [hook for table in tables for hook in table.values() if not is_ours(hook)]
+
+
 def are_all_hooked() -> bool:
     """Return True if the program has hooks on all modules."""
-    tables = _global_forward_hooks, _global_forward_pre_hooks
-    others = _global_backward_hooks, _global_backward_pre_hooks
-    return any(not is_ours(hook) for table in (*tables, *others) for hook in table.values())
+    return bool(forward_hooks_on_all() or backward_hooks_on_all())
 
 
 def is_ours(hook: Any) -> bool:
     """Return True if a hook is torchtrim's own."""
     return str(getattr(hook, "__module__", "")).startswith("torchtrim.")
+
+
+def _is_read_whole(function: types.FunctionType) -> bool:
+    """Return True for code of the program with a name for each of its arguments."""
+    return not is_trusted(function) and not function.__code__.co_flags & _STARRED
 
 
 def is_trusted(thing: type | types.FunctionType) -> bool:

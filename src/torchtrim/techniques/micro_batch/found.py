@@ -58,7 +58,9 @@ class _SplitFinder:
 
     def splits(self, number: int) -> Iterator[tuple[int, Split]]:
         calls = self._index.graded_calls[number]
-        if not calls or number in self._index.runs_once:
+        # A hook on all modules would be given a part instead of the batch.
+        whole = number in self._index.runs_once or self._step.modules[number].hooked_with_all
+        if not calls or whole:
             return
         path = self._step.modules[number].path
         if not any(self._is_whole(call.span) for call in calls):

@@ -156,7 +156,7 @@ class Rerun:
 
     def is_off(self) -> bool:
         """Return True if the block may no longer rerun; warn the first time."""
-        if why := self._state.why_once():
+        if why := self._state.why_once(same=True):
             self.says_once(why)
         return bool(why)
 

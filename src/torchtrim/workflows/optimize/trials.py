@@ -442,7 +442,7 @@ def without_places(profile: Profile, places: Collection[str]) -> Profile:
         return profile
     barred = {number for place in places for number in _modules_at(profile, place)}
     modules = [
-        replace(module, hooked=True) if number in barred else module
+        replace(module, hooked=True, hooked_with_all=False) if number in barred else module
         for number, module in enumerate(profile.modules)
     ]
     return replace(profile, modules=modules)
