@@ -357,6 +357,7 @@ def test_there_is_one_sum_of_bytes() -> None:
         "torchtrim.memory.network",
         "torchtrim.capture.allocator",
         "torchtrim.step.incremental",
+        "torchtrim.step.index",  # Of passes of backward: which one a task is in.
         "torchtrim.techniques.recompute.technique",
     }
     assert {m for m in calls_of("accumulate") if not m.startswith(BESIDE)} <= allowed

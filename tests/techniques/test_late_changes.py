@@ -163,58 +163,6 @@ def test_rows_that_use_a_tensor_from_outside_stop() -> None:
     assert factor.grad is None
 
 
-@pytest.mark.parametrize("name", ["micro_batch", "recompute"])
-def test_hooks_on_all_backwards_run_as_often_as_before(name: str) -> None:
-    net = Net(Mlp())
-    options = {"parts": 4} if name == "micro_batch" else {}
-    applied(name, "Net.inner", net, **options)
-    x = torch.randn(8, 8)
-    gradients(net, x)
-    seen: list[str] = []
-    hook = torch.nn.modules.module.register_module_full_backward_hook(
-        lambda module, *_: seen.append(type(module).__name__)
-    )
-    gradients(net, x)
-    hook.remove()
-    assert seen == ["Linear", "ReLU", "Linear", "Mlp", "Net"] or len(seen) == len(
-        set(map(id, net.modules()))
-    )
-
-
-def test_a_block_reruns_under_hooks_on_all_modules_that_write_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    net = Net(Mlp())
-    x = torch.randn(8, 8)
-    kept = len(saved_by(net, x))
-    seen: list[str] = []
-    hooked = nn.modules.module.register_module_forward_hook
-    pure = hooked(lambda module, args, out: out * 0.5)
-    expected = gradients(net, x)
-    applied("recompute", "Net.inner", net)
-    assert all(map(torch.equal, expected, gradients(net, x)))
-    assert len(saved_by(net, x)) < kept
-    noting = hooked(lambda module, args, out: seen.append(type(module).__name__))
-    assert all(map(torch.equal, expected, gradients(net, x)))
-    noting.remove()
-    pure.remove()
-    assert seen == ["Linear", "ReLU", "Linear", "Mlp", "Net"]
-    assert "runs without the plan" in capsys.readouterr().err
-
-
-def saved_by(net: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return the tensors that autograd saves in a call of a model."""
-    kept: list[Tensor] = []
-
-    def pack(one: Tensor) -> Tensor:
-        kept.append(one)
-        return one
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
-        net(x)
-    return kept
-
-
 @pytest.mark.parametrize("name", ["recompute", "chunked_loss"])
 def test_weights_that_get_other_memory_before_backward_stop_the_run(name: str) -> None:
     net = Net(nn.Linear(8, 5))

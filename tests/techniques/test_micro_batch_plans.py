@@ -264,10 +264,6 @@ def test_what_is_between_norms_runs_in_parts() -> None:
     assert abs(predicted - measured) <= 0.05 * measured
 
 
-LOG: list[int] = []
-RERUNS = {"recompute", "recompute_function"}
-
-
 class Codes(torch.nn.Module):
     """Writes a buffer from the whole batch, as a codebook that follows its means."""
 
@@ -280,30 +276,6 @@ class Codes(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
         return x * 2
-
-
-@pytest.mark.parametrize(
-    ("register", "hook", "offered"),
-    [
-        ("register_module_forward_hook", lambda module, args, out: None, RERUNS),
-        ("register_module_forward_hook", lambda module, args, out: LOG.append(1), set()),
-        ("register_module_full_backward_hook", lambda module, before, after: None, set()),
-    ],
-)
-def test_what_is_offered_under_hooks_on_all_modules(
-    register: str, hook: Callable[..., None], offered: set[str]
-) -> None:
-    """A part of a batch is not what a hook would be given; a rerun is, if the hook does not write."""
-    net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    step = torchtrim.TrainStep(net, squared, optimizer, torch.randn(128, 64, requires_grad=True))
-    removable = getattr(nn.modules.module, register)(hook)
-    try:
-        recorded = step_of(torchtrim.record(step))
-    finally:
-        removable.remove()
-    units = {*RERUNS, "micro_batch", "split_matmul"}
-    assert {one for one in units if technique(one).options(recorded)} == offered
 
 
 def test_what_writes_its_buffers_is_not_offered() -> None:
