@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from torchtrim.capture.workload import Inference, TrainStep
 
@@ -135,8 +136,12 @@ def test_inference_keeps_no_gradients() -> None:
 
 def test_a_step_in_another_type_casts_what_is_floating() -> None:
     model = Seen()
-    Inference(model, (torch.ones(2), torch.arange(2), Pair(torch.ones(2), torch.ones(1)))).step(
-        0, torch.float64
-    )
-    (x, number, pair) = model.calls[0]
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    wave = torch.ones(2, dtype=torch.complex64)
+    inputs = torch.ones(2), torch.arange(2), Pair(torch.ones(2), torch.ones(1)), packed, wave
+    Inference(model, inputs).step(0, torch.float64)
+    x, number, pair, rows, waves = model.calls[0]
     assert (x.dtype, number.dtype, pair.y.dtype) == (torch.float64, torch.int64, torch.float64)
+    assert isinstance(rows, PackedSequence)
+    assert (rows.data.dtype, rows.batch_sizes.dtype) == (torch.float64, torch.int64)
+    assert waves.dtype == torch.complex128

@@ -13,6 +13,7 @@ from torch import nn
 
 from torchtrim.capture.count import arguments_of
 from torchtrim.capture.recording import tensors_in
+from torchtrim.core.tuples import with_items
 from torchtrim.dispatch.storages import storages_in
 from torchtrim.dryrun.meta_tensors import blanks
 from torchtrim.errors import UsageError
@@ -87,7 +88,7 @@ class _Batched:
         batch = self._turn[1]
         if dtype is None:
             return batch
-        return _each(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        return _each(batch, lambda t: _in_precision(t, dtype))
 
 
 class TrainStep(_Batched):
@@ -181,6 +182,13 @@ def _has_samples(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.dim() > 0
 
 
+def _in_precision(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return numbers of a type's precision: complex ones stay complex, integers as they are."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def _each(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(batch, torch.Tensor):
         return change(batch)
@@ -190,9 +198,9 @@ def _each(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return changed
     if isinstance(batch, Mapping):
         return {key: _each(value, change) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_each(value, change) for value in batch))
-    if isinstance(batch, (list, tuple)):
+    if isinstance(batch, tuple):
+        return with_items(batch, [_each(value, change) for value in batch])
+    if isinstance(batch, list):
         return type(batch)(_each(value, change) for value in batch)
     if hasattr(batch, "__dataclass_fields__") and not isinstance(batch, type):
         changed = copy.copy(batch)

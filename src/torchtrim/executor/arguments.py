@@ -24,6 +24,7 @@ from torch import nn
 from torchtrim.capture.code.live import content
 from torchtrim.capture.code.side_effects import SideEffects, is_generator, is_trusted
 from torchtrim.capture.recording import COPIED_DEPTH, SHARED
+from torchtrim.core.tuples import with_items
 
 _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None))
 _BUILT_IN = (
@@ -134,7 +135,7 @@ def _copied(value: Any, fresh: Callable[[Any], Any]) -> Any:
         items = [fresh(item) for item in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
-        return like(value, items)
+        return with_items(value, items)
     if isinstance(value, types.MethodType):
         return types.MethodType(value.__func__, fresh(value.__self__))
     if isinstance(value, functools.partial):
@@ -146,19 +147,6 @@ def _copied(value: Any, fresh: Callable[[Any], Any]) -> Any:
         return _twin(value, fresh)
     except Exception:
         return value
-
-
-def like(value: tuple[Any, ...], items: list[Any]) -> Any:
-    """Return a tuple of the same class with other items.
-
-    The constructor of a named tuple may check them, as that of `PackedSequence` does, and is left out.
-    """
-    if not hasattr(value, "_fields"):
-        return type(value)(items)
-    made = tuple.__new__(type(value), items)
-    if hasattr(value, "__dict__"):
-        vars(made).update(vars(value))
-    return made
 
 
 def _is_mutable(value: Any) -> bool:

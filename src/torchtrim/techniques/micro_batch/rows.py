@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtrim.executor.arguments import like
+from torchtrim.core.tuples import with_items
 
 Leaves = list[Any]
 
@@ -32,7 +32,7 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple):
-        return like(value, [mapped(item, function) for item in value])
+        return with_items(value, [mapped(item, function) for item in value])
     if isinstance(value, list):
         twin: Any = copy.copy(value)
         twin[:] = [mapped(item, function) for item in value]
