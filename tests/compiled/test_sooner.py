@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchtrim.capture.allocator import CpuAllocator
 from torchtrim.compiled.apply import Applied
 from torchtrim.compiled.inductor import NotPlanned, Partitioner
-from torchtrim.compiled.joint import key_of, keys_of
+from torchtrim.compiled.names import key_of, keys_of
 from torchtrim.compiled.planning import GraphPlanner
 from torchtrim.compiled.sooner import free_sooner
 from torchtrim.records.plan import CompiledGraph

@@ -11,7 +11,14 @@ from torch import fx
 
 from torchtrim.compiled.graphs import nodes_to_save
 from torchtrim.compiled.inductor import NotPlanned, Partitioner, check, partitioned
-from torchtrim.compiled.joint import key_of, keys_of
+from torchtrim.compiled.names import (
+    Names,
+    double_key_of,
+    double_keys_of,
+    is_double,
+    key_of,
+    keys_of,
+)
 from torchtrim.records.plan import CompiledGraph
 
 
@@ -25,13 +32,14 @@ class Applied:
         self.planned: set[str] = set()
         self.others: set[str] = set()
         self.failures: list[str] = []
-        self._saves = {one.graph: set(one.saves) for one in plan}
+        self._plan = {one.graph: one for one in plan}
+        self._double = {one.double: one for one in plan if one.double}
         self._key = msgspec.json.encode(plan).hex()
 
     @property
     def unused(self) -> set[str]:
         """The plan's graphs that the program has not compiled."""
-        return {*self._saves} - self.planned
+        return {*self._plan} - self.planned
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -43,15 +51,23 @@ class Applied:
     def _choose(
         self, graph: fx.Graph, info: Any, own: Callable[[], list[fx.Node]]
     ) -> list[fx.Node]:
-        keys = keys_of(graph)
-        key = key_of(keys)
-        if key not in self._saves:
-            raise NotPlanned(key)
-        missing = self._saves[key] - {*keys.values()}
+        names, planned, saves = self._known(graph)
+        missing = {*saves} - {*names.values()}
         if missing:
-            raise ValueError(f"the graph {key} has no tensors {', '.join(sorted(missing))}")
-        self.planned.add(key)
-        return nodes_to_save(graph, info, self._saves[key])
+            raise ValueError(f"the graph {planned} has no tensors {', '.join(sorted(missing))}")
+        self.planned.add(planned)
+        return nodes_to_save(names, info, {*saves})
+
+    def _known(self, graph: fx.Graph) -> tuple[Names, str, tuple[str, ...]]:
+        """Return the names of a graph's nodes, the plan's name of the graph, and of what it saves."""
+        names = keys_of(graph)
+        key = key_of(names)
+        if one := self._plan.get(key):
+            return names, one.graph, one.saves
+        names = double_keys_of(graph)
+        if is_double(graph) and (one := self._double.get(double_key_of(names))):
+            return names, one.graph, one.double_saves
+        raise NotPlanned(key)
 
     def _failed(self, error: Exception) -> None:
         if isinstance(error, NotPlanned):

@@ -25,8 +25,9 @@ from torchtrim.compiled.inductor import (
     intercepted,
     written_inputs,
 )
-from torchtrim.compiled.joint import Joint, JointBuilder, key_of, keys_of
+from torchtrim.compiled.joint import Joint, JointBuilder
 from torchtrim.compiled.memory import Event, GraphCall, Pair, Simulated, in_order, memory_of
+from torchtrim.compiled.names import Names, key_of, keys_of
 from torchtrim.compiled.phases import on_backward
 from torchtrim.compiled.sooner import can_free_sooner
 from torchtrim.compiled.wrapper import Rises
@@ -101,7 +102,7 @@ class CompilableGraph:
                 raise NotPlanned
             joint = JointBuilder(graph, info, written_inputs(graph)).build(own())
             found.append(joint)
-            return nodes_to_save(graph, info, {joint.values[at].key for at in joint.own})
+            return nodes_to_save(keys_of(graph), info, {joint.values[at].key for at in joint.own})
 
         pair, joint = self.code(choose), found[0]
         self._pairs[joint.key, joint.own] = pair
@@ -109,9 +110,10 @@ class CompilableGraph:
 
     def _code_saving(self, joint: Joint, saved: frozenset[int]) -> Pair:
         def choose(graph: fx.Graph, info: Any, _: Callable[[], list[fx.Node]]) -> list[fx.Node]:
-            if key_of(keys_of(graph)) != joint.key:
+            keys = keys_of(graph)
+            if key_of(keys) != joint.key:
                 raise NotPlanned
-            return nodes_to_save(graph, info, {joint.values[at].key for at in saved})
+            return nodes_to_save(keys, info, {joint.values[at].key for at in saved})
 
         return self.code(choose)
 
@@ -230,7 +232,6 @@ def _faked(node: fx.Node, value: Any) -> Any:
     return node.meta.get("example_value", value)
 
 
-def nodes_to_save(graph: fx.Graph, info: Any, keys: set[str]) -> list[fx.Node]:
+def nodes_to_save(names: Names, info: Any, keys: set[str]) -> list[fx.Node]:
     """Return the nodes of these keys, and the inputs, which cost nothing to keep."""
-    names = keys_of(graph)
-    return [*info.inputs, *(node for node in graph.nodes if names[node] in keys)]
+    return [*info.inputs, *(node for node, name in names.items() if name in keys)]

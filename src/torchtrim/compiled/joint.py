@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import operator
 from collections import defaultdict
@@ -16,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from torchtrim.compiled.code import hint
 from torchtrim.compiled.inductor import draws, operator_kinds
+from torchtrim.compiled.names import double_key_of, double_keys_of, key_of, keys_of
 
 FLOPS, BYTES = 4e10, 8e9
 """Of one core, a second. A plan depends on their ratio alone."""
@@ -30,7 +30,7 @@ class Value(NamedTuple):
     """A value of forward that backward needs, directly or to compute others again.
 
     `parents`: the values it is computed from. `uses`: the positions in backward that read it. `stays`:
-    computed again, it takes memory; else Inductor fuses it into what reads it.
+    computed again, it takes memory; else Inductor fuses it into what reads it. `double`: its key in float64.
     """
 
     key: str
@@ -41,6 +41,7 @@ class Value(NamedTuple):
     stays: bool
     can_save: bool
     can_redo: bool
+    double: str = ""
 
 
 Kernel = tuple[str, int]
@@ -52,7 +53,7 @@ class Joint(NamedTuple):
 
     `kernels`: backward's kernels of libraries. `own`: the values that torch saves by itself. `together`:
     values computed from inputs alone, one of which they share: computed again, Inductor may fuse them into
-    one kernel, and then holds all that is between their reads.
+    one kernel, and then holds all that is between their reads. `double`: the graph's key in float64.
     """
 
     key: str
@@ -62,44 +63,7 @@ class Joint(NamedTuple):
     own: frozenset[int]
     kernels: tuple[Kernel, ...] = ()
     together: frozenset[int] = frozenset()
-
-
-def keys_of(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return a name for each node that depends on what it computes, not on names: its operator and inputs.
-
-    Nodes that compute the same have the same inputs and operator; their order tells them apart.
-    """
-    keys: dict[fx.Node, str] = {}
-    seen: dict[str, int] = {}
-    for number, node in enumerate(graph.nodes):
-        if node.op in ("placeholder", "get_attr"):
-            text = f"{node.op} {number} {_kind(node)}"
-        else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: _Key(keys[each]))
-            text = f"{node.op} {node.target} {args} {kwargs} {_kind(node)}"
-        text = text.replace("float64", "float32")  # a certificate runs the plan in float64 too
-        same = seen[text] = seen.get(text, -1) + 1
-        keys[node] = hashlib.sha256(f"{text} {same}".encode()).hexdigest()[:16]
-    return keys
-
-
-class _Key(str):
-    __repr__ = str.__str__
-
-
-def key_of(keys: dict[fx.Node, str]) -> str:
-    """Return the name of a graph: of all its nodes."""
-    return hashlib.sha256("".join(keys.values()).encode()).hexdigest()[:16]
-
-
-def _kind(node: fx.Node) -> str:
-    values = node.meta.get("val")
-    every = values if isinstance(values, (tuple, list)) else (values,)
-    return " ".join(
-        f"{one.dtype}{[str(size) for size in one.shape]}"
-        for one in every
-        if isinstance(one, torch.Tensor)
-    )
+    double: str = ""
 
 
 class JointBuilder:
@@ -112,7 +76,7 @@ class JointBuilder:
         self._graph = graph
         self._info = info
         self._kinds = operator_kinds()
-        self.keys = keys_of(graph)
+        self._keys, self._double = keys_of(graph), double_keys_of(graph)
         calls = [node for node in graph.nodes if node.op == "call_function"]
         self._backward = [node for node in calls if info.is_required_bw(node)]
         self._position = {node: at for at, node in enumerate(self._backward)}
@@ -143,8 +107,16 @@ class JointBuilder:
         )
         met = {number[node] for node in self._together(nodes)}
         together = frozenset(at for at in met if values[at].can_save)
-        gradients = self._gradients()
-        return Joint(key_of(self.keys), values, tuple(work), gradients, saved, kernels, together)
+        return Joint(
+            key=key_of(self._keys),
+            values=values,
+            work=tuple(work),
+            gradients=self._gradients(),
+            own=saved,
+            kernels=kernels,
+            together=together,
+            double=double_key_of(self._double),
+        )
 
     def root(self, node: fx.Node) -> fx.Node:
         """Return the node that a view is of."""
@@ -230,7 +202,7 @@ class JointBuilder:
         tag = node.meta.get("recompute")
         roots = dict.fromkeys(map(self.root, node.all_input_nodes))
         return Value(
-            key=self.keys[node],
+            key=self._keys[node],
             bytes=0 if node in self._outputs else self.bytes(node),
             seconds=self.seconds(node),
             parents=tuple(number[one] for one in roots if one in number),
@@ -238,6 +210,7 @@ class JointBuilder:
             stays=tensor and self._stays(node),
             can_save=tensor and tag is not CheckpointPolicy.MUST_RECOMPUTE,
             can_redo=tag is not CheckpointPolicy.MUST_SAVE and self._can_redo(node),
+            double=self._double[node],
         )
 
     def _together(self, nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:

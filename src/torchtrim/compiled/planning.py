@@ -166,7 +166,7 @@ class _JointPlanner:
             self.added_seconds(saved),
             first or simulated.peak_bytes,
             number,
-            _named(saved, self._joints),
+            named(saved, self._joints),
         )
 
     def added_seconds(self, saved: Saved) -> float:
@@ -178,10 +178,16 @@ def _peak(choice: SavingChoice) -> int:
     return choice.simulated.peak_bytes
 
 
-def _named(saved: Saved, joints: Mapping[str, Joint]) -> tuple[CompiledGraph, ...]:
+def named(saved: Saved, joints: Mapping[str, Joint]) -> tuple[CompiledGraph, ...]:
     """Return a choice by the names of graphs and tensors, which hold in other processes."""
-    values = {key: joint.values for key, joint in joints.items()}
-    return tuple(
-        CompiledGraph(graph=key, saves=tuple(values[key][at].key for at in sorted(each)))
-        for key, each in saved.items()
+    return tuple(_graph(joints[key], sorted(each)) for key, each in saved.items())
+
+
+def _graph(joint: Joint, saved: Sequence[int]) -> CompiledGraph:
+    values = [joint.values[at] for at in saved]
+    return CompiledGraph(
+        graph=joint.key,
+        saves=tuple(one.key for one in values),
+        double=joint.double,
+        double_saves=tuple(dict.fromkeys(one.double for one in values)),
     )

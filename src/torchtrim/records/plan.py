@@ -45,11 +45,14 @@ class CompiledGraph(Struct, frozen=True, kw_only=True):
     """The tensors that a graph of `torch.compile` saves for backward.
 
     `graph`: a digest of its operators, shapes and edges. `saves`: digests of the saved tensors, each of the
-    operators that it is computed from.
+    operators that it is computed from. `double`, `double_saves`: the same without precisions and casts, for
+    the certificate's run in float64, where autocast casts nothing.
     """
 
     graph: Text
     saves: tuple[Text, ...]
+    double: Text = ""
+    double_saves: tuple[Text, ...] = ()
 
 
 class PredictedEffect(Struct, frozen=True, kw_only=True):
