@@ -21,6 +21,8 @@ _AIM = 0.985
 """Share of the budget to aim at: the middle of what is near enough."""
 _SECONDS = 5.0
 """Arbitrary; an effort, for the solver and for the search, each time."""
+_HIGHER = (1.1, 1.21, 1.33)
+"""Arbitrary; times the aim, where the model has no choice for it: it counts up to a quarter too much."""
 _FREE = 5e-3
 """Of forward's seconds: a choice that adds less is not looked for again nearer to the budget."""
 
@@ -137,6 +139,8 @@ class _JointPlanner:
             saved = self._program.choose(int(aim), _SECONDS)
             if saved is None:  # what the last choice needs more is not what each choice does
                 self._program.correct(self.first.saved, self.first.simulated)
+                saved = None if number else self._nearest(aim)
+            if saved is None:
                 if self._program.keeps or not self._can_keep:
                     aim *= budget / max(budget, _peak(last))
                 self._program.keeps = self._can_keep
@@ -152,6 +156,11 @@ class _JointPlanner:
                 break
         known = self.lowest if _peak(self.lowest) <= budget else None
         return best or known
+
+    def _nearest(self, aim: float) -> Saved | None:
+        """Return a choice for the first higher aim that the model has one for, if any."""
+        choices = (self._program.choose(int(aim * times), _SECONDS) for times in _HIGHER)
+        return next((one for one in choices if one is not None), None)
 
     def _tried(self, saved: Saved, number: int, first: int) -> SavingChoice:
         choice = self._simulated(saved, number, first)
