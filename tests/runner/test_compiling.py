@@ -20,7 +20,7 @@ from torchtrim.records.budget import memory_limit
 from torchtrim.records.files import save_plan
 from torchtrim.records.plan import CompiledGraph
 from torchtrim.records.trial import Request
-from torchtrim.runner.compiling import Applying, OnCompile
+from torchtrim.runner.compiling import Applying, CompileLog, OnCompile
 from torchtrim.runner.script import Script
 from torchtrim.workflows.compiled import optimize_compiled
 
@@ -108,6 +108,29 @@ def test_programs_that_compile_nothing_import_no_inductor() -> None:
     code = "import sys, torchtrim.runner.worker, torchtrim.workflows.optimize.report\n"
     code += "assert not [one for one in sys.modules if one.startswith('torch._inductor')]"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def scaled(x: torch.Tensor, by: int) -> torch.Tensor:
+    return x * by
+
+
+def test_functions_compiled_in_several_steps_are_known_with_what_had_changed() -> None:
+    torch._dynamo.reset()
+    log = CompileLog(str(Path(__file__).parent))
+    sizes = torch.compile(nn.Linear(4, 4), backend="eager", dynamic=False)
+    numbers = torch.compile(scaled, backend="eager", dynamic=False)
+    once = torch.compile(lambda x: x + 1, backend="eager")
+    for step in range(3):
+        log.begin()
+        sizes(torch.randn(3 + step, 4))
+        numbers(once(torch.ones(2)), 2 + step)
+    layer, function = log.again()
+    assert "size mismatch at index 0. expected 4, actual 5" in layer.guard
+    assert (layer.function, layer.path, layer.line) == ("", "", 0)
+    assert (function.function, function.guard) == ("scaled", "by == 3")
+    assert (function.path, function.line) == (__file__, scaled.__code__.co_firstlineno + 1)
+    assert function.steps == function.watched == layer.steps == 3
+    assert function.seconds > 0
 
 
 @pytest.mark.slow

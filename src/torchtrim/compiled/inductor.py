@@ -11,10 +11,11 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch._dynamo.utils as dynamo_utils
 import torch._functorch.config as functorch_config
 import torch._functorch.partitioners as partitioners
 import torch._inductor.codegen.cpp as cpp_codegen
@@ -282,6 +283,43 @@ def loaded(code: Code, constants: dict[str, Any]) -> Any:
     key, path = PyCodeCache.write(code.source)
     with no_kernels():
         return PyCodeCache.load_by_key_path(key, path, attrs=constants)
+
+
+class Compile(NamedTuple):
+    """A compile by Dynamo of a function, or of the backward of its graph, which has no name.
+
+    `frame`: which code of the program it is. `begun`: microseconds since 1970. `reason`: why code that was
+    there before did not do, with the lines of the user's source.
+    """
+
+    frame: str
+    begun: int
+    seconds: float
+    function: str
+    path: str
+    line: int
+    reason: str
+
+
+def compiles_since(after: int) -> list[Compile]:
+    """Return the compiles that began after a time, as far as Dynamo remembers: a few dozen.
+
+    A torch without that memory has none.
+    """
+    remembered: Any = getattr(dynamo_utils, "get_compilation_metrics", list)
+    return [_compile(one) for one in remembered() if (one.start_time_us or 0) > after]
+
+
+def _compile(one: Any) -> Compile:
+    return Compile(
+        frame=str(one.compile_id).partition("/")[0],
+        begun=one.start_time_us,
+        seconds=(one.duration_us or 0) / 1e6,
+        function=one.co_name or "",
+        path=one.co_filename or "",
+        line=one.co_firstlineno or 0,
+        reason=one.recompile_reason or "",
+    )
 
 
 class EmptyKernel:

@@ -192,6 +192,23 @@ class Function(Struct, frozen=True, array_like=True, gc=False):
     writes: Text = ""
 
 
+class CompiledFunction(Struct, frozen=True, kw_only=True):
+    """A function that torch.compile compiled in several of the steps watched.
+
+    `function`: its name, `""` if it is a library's, as of a compiled module. `path` and `line`: the user's
+    line, `""` and 0 if there is none. `steps`: those in which it was compiled, of `watched`. `seconds`: of
+    compiling it again, in all steps after the first. `guard`: torch's words for what had changed last.
+    """
+
+    function: Text
+    path: Text
+    line: Count
+    steps: Count
+    watched: Count
+    seconds: Seconds
+    guard: Text
+
+
 class Update(Struct, frozen=True, array_like=True, gc=False):
     """A parameter that an optimizer updated: the storages of the parameter, its gradient and its states.
 
@@ -326,6 +343,7 @@ class Profile(Struct, frozen=True, kw_only=True, weakref=True):
     process's rank of `world`; `clock` is the start of the step, in seconds on the clock that the ranks of a
     machine share. Times come from `recorded_steps` steps with the same operators, everything else from one
     step. `loader` is the cost of the step's data loader without the recorder, None if not measured.
+    `compiled` has the functions that were compiled again, in a run of the script with its torch.compile on.
     """
 
     schema_version: Literal[2] = 2
@@ -360,6 +378,7 @@ class Profile(Struct, frozen=True, kw_only=True, weakref=True):
     loader: LoaderCost | None = None
     overheads: Overheads | None = None
     functions: list[Function] = []
+    compiled: list[CompiledFunction] = []
 
     def place_of(self, operator: int) -> Place | None:
         """Return the call site of the operator: the line of user code if there is one, else the library's."""

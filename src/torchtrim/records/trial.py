@@ -10,7 +10,7 @@ from msgspec import Struct
 from torchtrim.records.loader import LoaderCost, Tuning
 from torchtrim.records.plan import CompiledGraph, Plan
 from torchtrim.records.probes import Probe, ProbeResult
-from torchtrim.records.profile import Profile
+from torchtrim.records.profile import CompiledFunction, Profile
 from torchtrim.records.sharding import Sharding
 
 
@@ -167,7 +167,7 @@ class Trial(Struct, kw_only=True):
     that an emulated device holds for cuBLAS beside its peak. `loader`: the cost of the loader; `tuning`: the
     result of tuning it. `sharded`: the modules that were sharded one by one.
     `backends`: those of `torch.compile` that the script named. `compiled`: the compiled graphs, of a request
-    that plans them; `unplanned`: why they could not be planned.
+    that plans them; `unplanned`: why they could not be planned. `again`: functions compiled in several steps.
     """
 
     request: Request
@@ -198,6 +198,7 @@ class Trial(Struct, kw_only=True):
     backends: tuple[str, ...] = ()
     compiled: CompiledMemory | None = None
     unplanned: str = ""
+    again: tuple[CompiledFunction, ...] = ()
 
     @property
     def timed(self) -> list[TrialStep]:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
+import time
 import types
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +19,16 @@ from torch import nn
 
 from torchtrim.capture.watch import Watcher
 from torchtrim.dispatch.patches import Patches
+from torchtrim.dispatch.places import Places
 from torchtrim.records.plan import CompiledGraph
+from torchtrim.records.profile import CompiledFunction
 from torchtrim.records.trial import CompiledMemory, Request, Trial
 from torchtrim.runner.compiled_calls import CompiledCalls
 
+_LONGEST = 200
+"""Arbitrary; characters of a guard in a sentence."""
+_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+_ID = re.compile(r"^\d+/\d+: ")
 INDUCTOR = "inductor"
 """The backend whose graphs are planned."""
 EAGERLY = (
@@ -158,13 +167,73 @@ class Applying:
         return ""
 
 
+class CompileLog:
+    """A log of what torch compiles from now on, by step. `project`: the folder of the user's source."""
+
+    def __init__(self, project: str) -> None:
+        self._places = Places(project)
+        self._step = 0
+        self._last = time.time_ns() // 1000
+        self._frames: defaultdict[str, list[tuple[int, Any]]] = defaultdict(list)
+
+    def begin(self) -> None:
+        """Note that a step begins."""
+        self._note()
+        self._step += 1
+
+    def again(self) -> tuple[CompiledFunction, ...]:
+        """Return the functions compiled in more than one step, up to now."""
+        self._note()
+        several = (each for each in self._frames.values() if len(_steps(each)) > 1)
+        return tuple(map(self._function, several))
+
+    def _note(self) -> None:
+        from torchtrim.compiled.inductor import compiles_since
+
+        for one in compiles_since(self._last):
+            self._last = max(self._last, one.begun)
+            self._frames[one.frame].append((self._step, one))
+
+    def _function(self, found: Sequence[tuple[int, Any]]) -> CompiledFunction:
+        steps = _steps(found)
+        last = [one for _, one in found if one.function][-1]
+        path, line = self._line(last)
+        return CompiledFunction(
+            function=last.function if self._places.is_users_file(last.path) else "",
+            path=path,
+            line=line,
+            steps=len(steps),
+            watched=self._step,
+            seconds=sum(one.seconds for step, one in found if step > min(steps)),
+            guard=_guard(last.reason),
+        )
+
+    def _line(self, one: Any) -> tuple[str, int]:
+        """Return the user's line that a compile is for: the innermost known, or where the function begins."""
+        lines = [(path, int(number)) for path, number in _LINE.findall(one.reason)]
+        known = [*reversed(lines), (one.path, one.line)]
+        return next((each for each in known if self._places.is_users_file(each[0])), ("", 0))
+
+
+def _steps(found: Sequence[tuple[int, Any]]) -> set[int]:
+    """Return the steps in which a function was compiled; its graph's backward may be in a later one."""
+    return {step for step, one in found if one.function}
+
+
+def _guard(reason: str) -> str:
+    """Return the condition of torch's code that a call did not meet, in torch's words, on one line."""
+    first = reason.partition("\n")[0].partition("  #")[0]
+    return _ID.sub("", first).strip()[:_LONGEST]
+
+
 class Compiling:
     """What becomes of a script's `torch.compile` in a requested run: it runs eagerly, or is left on.
 
-    Left on, the graphs are an original's, planned ones, or watched to be planned.
+    Left on, the graphs are an original's, planned ones, or watched to be planned. `project`: the folder of
+    the user's source.
     """
 
-    def __init__(self, request: Request, watcher: Watcher) -> None:
+    def __init__(self, request: Request, watcher: Watcher, project: str = "") -> None:
         plan = request.plan.compiled if request.plan is not None else ()
         self._request = request
         self._plan = Applying(plan, watcher) if plan else None
@@ -173,6 +242,8 @@ class Compiling:
         self._on_compile = OnCompile(self._begin, kept, self._calls.watched)
         self._graphs: Any = None
         self._marks: Any = None
+        self._log: CompileLog | None = None
+        self._project = project
         self._stack = contextlib.ExitStack()
 
     def install(self) -> None:
@@ -181,7 +252,7 @@ class Compiling:
 
     def step_begins(self) -> None:
         """Note that a step begins."""
-        for one in (self._graphs, self._marks):
+        for one in (self._graphs, self._marks, self._log):
             if one is not None:
                 one.begin()
 
@@ -193,6 +264,7 @@ class Compiling:
         if not self._request.compiles:
             trial.notes += (EAGERLY,) if asked else ()
             return ""
+        trial.again = self._log.again() if self._log is not None else ()
         others = (one for one in asked if one not in (INDUCTOR, "eager"))
         trial.notes += tuple(map(_OTHER_BACKEND.format, others))
         if trial.crash is None and self._graphs is not None and self._graphs.joints:
@@ -212,6 +284,7 @@ class Compiling:
         elif self._request.compiles:
             from torchtrim.compiled.phases import PhaseMarks
 
+            self._log = CompileLog(self._project)
             self._marks = PhaseMarks()
             self._stack.enter_context(self._marks.updates())
             self._stack.enter_context(self._calls.noted(self._marks.marked))

@@ -109,7 +109,7 @@ class _Runner:
             frames=StreamFrames(None) if request.infers else None,
             begins=self._step_begins,
         )
-        self._compiling = Compiling(request, self._session.watcher)
+        self._compiling = Compiling(request, self._session.watcher, setting.project)
 
     def run(self) -> None:
         """Run the script until its steps are done, it ends or it fails; leave the outcome."""

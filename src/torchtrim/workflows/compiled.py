@@ -14,9 +14,11 @@ from torchtrim.planner.plans import graphs_plan
 from torchtrim.records.budget import Budget, MemoryLimit
 from torchtrim.records.certificate import with_proof
 from torchtrim.records.plan import Plan, Prediction
-from torchtrim.records.report import Report, Result
+from torchtrim.records.report import Result
 from torchtrim.records.trial import CompiledMemory, Request, Trial
 from torchtrim.report.assemble import figures_of, with_plan, with_planned
+from torchtrim.rules.registry import diagnose, in_order
+from torchtrim.rules.tt403_compiled_again import RULE
 from torchtrim.runner.compiling import INDUCTOR
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, run_once
@@ -51,16 +53,25 @@ def graphs_of(script: Script, request: Request, saving: int, progress: Progress)
     return trial.compiled
 
 
-def with_compiled(report: Report, script: Script, request: Request, progress: Progress) -> Report:
-    """Add to a report of an eager run the script's figures when compiled, and what its graphs save."""
+def with_compiled(result: Result, script: Script, request: Request, progress: Progress) -> Result:
+    """Add to the result of an eager run the script's figures when compiled, and what its graphs save.
+
+    Its profile is told what was compiled again, and the findings on that are added.
+    """
+    report = result.report
     try:
         memory = graphs_of(script, request, 0, progress)
         compiled = _original(script, _plain(request), progress)
     except TorchtrimError as error:
         said = f"the memory of the compiled graphs is not known: {first_line(error)}"
-        return replace(report, notes=(said, *report.notes))
+        return result._replace(report=replace(report, notes=(said, *report.notes)))
     notes = (*_graph_notes(memory), *report.notes)
-    return replace(report, compiled=figures_of(compiled), notes=notes)
+    report = replace(report, compiled=figures_of(compiled), notes=notes)
+    if result.before is None:
+        return result._replace(report=report)
+    profile = replace(result.before, compiled=[*compiled.again])
+    found = in_order(profile, (*report.findings, *diagnose(profile, (RULE.code,))))
+    return result._replace(report=replace(report, findings=found), before=profile)
 
 
 def _graph_notes(memory: CompiledMemory) -> tuple[str, ...]:

@@ -56,17 +56,18 @@ def diagnose_report(
     `capture`: also report the obstacles to its capture in a CUDA graph (TT402), or that it has none.
     """
     trial = _observed(workload, replace(request, grows=True), progress)
-    report = report_of("diagnose", workload, trial)
+    result = Result(report_of("diagnose", workload, trial), trial.profile, ranks=ranks_of(trial))
     if isinstance(workload, Script) and workload.processes == 1 and compiles(trial):
-        report = with_compiled(report, workload, request, progress)
+        result = with_compiled(result, workload, request, progress)
     if capture and trial.profile is not None:
         obstacles = diagnose(trial.profile, (CAPTURE,))
         said = verdict(trial.profile, len({(one.path, one.line) for one in obstacles}))
         if any(one.name == CAPTURE for one in failures("rule")):
             said = f"obstacles to the step's capture are not known: {CAPTURE} failed"
+        report = result.report
         findings, notes = (*report.findings, *obstacles), (said, *report.notes)
-        report = replace(report, findings=findings, notes=notes)
-    return Result(report, trial.profile, ranks=ranks_of(trial))
+        result = result._replace(report=replace(report, findings=findings, notes=notes))
+    return result
 
 
 def _observed(workload: Workload, request: Request, progress: Progress) -> Trial:

@@ -12,6 +12,8 @@ from profiles import exchanging_step
 from report import samples
 from torchtrim.errors import Unsupported, UsageError
 from torchtrim.records.budget import memory_limit
+from torchtrim.records.profile import CompiledFunction
+from torchtrim.records.report import Result
 from torchtrim.records.terms import BITWISE, allowance
 from torchtrim.records.trial import CompiledMemory, Request, Trial, TrialStep
 from torchtrim.runner.script import Script
@@ -103,6 +105,23 @@ def test_an_error_of_torch_is_told_by_its_first_line(monkeypatch: pytest.MonkeyP
 
     _, (note,) = _fit(monkeypatch, 5000, fails)
     assert note.endswith("were not: LoweringException: no strides")
-    known = samples.DIAGNOSE
-    told = compiled.with_compiled(known, Script(__file__), Request(steps=2), print)
+    known = Result(samples.DIAGNOSE)
+    told = compiled.with_compiled(known, Script(__file__), Request(steps=2), print).report
     assert told.notes[0].endswith("not known: LoweringException: no strides")
+
+
+def test_what_is_compiled_again_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = CompiledFunction(
+        function="forward", path="", line=0, steps=5, watched=5, seconds=8.0, guard="t == 2"
+    )
+    memory = CompiledMemory(calls=1, saved_bytes=0, peak_bytes=0, graphs=())
+    ran = Trial(request=Request(), steps=[TrialStep(peak_bytes=1)] * 2, again=(again,))
+    monkeypatch.setattr(compiled, "graphs_of", lambda *_: memory)
+    monkeypatch.setattr(compiled, "run_once", lambda *_: ran)
+    eager = Result(samples.DIAGNOSE, exchanging_step([(2**20, 0.3)]))
+    result = compiled.with_compiled(eager, Script(__file__), Request(), print)
+    assert result.before is not None
+    assert result.before.compiled == [again]
+    (finding,) = (one for one in result.report.findings if one.code == "TT403")
+    assert finding.price_ms == pytest.approx(2000)
+    assert len(result.report.findings) == len(samples.DIAGNOSE.findings) + 1
