@@ -124,13 +124,31 @@ def test_functions_compiled_in_several_steps_are_known_with_what_had_changed() -
         log.begin()
         sizes(torch.randn(3 + step, 4))
         numbers(once(torch.ones(2)), 2 + step)
-    layer, function = log.again()
+    layer, function = log.found()
     assert "size mismatch at index 0. expected 4, actual 5" in layer.guard
     assert (layer.function, layer.path, layer.line) == ("", "", 0)
     assert (function.function, function.guard) == ("scaled", "by == 3")
     assert (function.path, function.line) == (__file__, scaled.__code__.co_firstlineno + 1)
     assert function.steps == function.watched == layer.steps == 3
     assert function.seconds > 0
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    x = x + 1
+    torch._dynamo.graph_break()
+    return x * 2
+
+
+def test_a_graph_break_is_known_by_its_line() -> None:
+    torch._dynamo.reset()
+    log = CompileLog(str(Path(__file__).parent))
+    log.begin()
+    torch.compile(scaled, backend="eager")(torch.ones(2), 2)
+    torch.compile(broken, backend="eager")(torch.ones(2))
+    (rest,) = log.found()
+    assert (rest.function, rest.path) == ("broken", __file__)
+    assert rest.line == broken.__code__.co_firstlineno + 2
+    assert rest.broken
 
 
 @pytest.mark.slow

@@ -193,11 +193,12 @@ class Function(Struct, frozen=True, array_like=True, gc=False):
 
 
 class CompiledFunction(Struct, frozen=True, kw_only=True):
-    """A function that torch.compile compiled in several of the steps watched.
+    """A function that torch.compile compiled in several of the steps watched, or behind a graph break.
 
     `function`: its name, `""` if it is a library's, as of a compiled module. `path` and `line`: the user's
     line, `""` and 0 if there is none. `steps`: those in which it was compiled, of `watched`. `seconds`: of
     compiling it again, in all steps after the first. `guard`: torch's words for what had changed last.
+    `broken`: it is the rest of the function, behind a graph break in this line.
     """
 
     function: Text
@@ -207,6 +208,7 @@ class CompiledFunction(Struct, frozen=True, kw_only=True):
     watched: Count
     seconds: Seconds
     guard: Text
+    broken: bool = False
 
 
 class Update(Struct, frozen=True, array_like=True, gc=False):
@@ -343,7 +345,7 @@ class Profile(Struct, frozen=True, kw_only=True, weakref=True):
     process's rank of `world`; `clock` is the start of the step, in seconds on the clock that the ranks of a
     machine share. Times come from `recorded_steps` steps with the same operators, everything else from one
     step. `loader` is the cost of the step's data loader without the recorder, None if not measured.
-    `compiled` has the functions that were compiled again, in a run of the script with its torch.compile on.
+    `compiled` has functions that were compiled again or in parts, in a run with its torch.compile on.
     """
 
     schema_version: Literal[2] = 2

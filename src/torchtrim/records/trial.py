@@ -167,7 +167,8 @@ class Trial(Struct, kw_only=True):
     that an emulated device holds for cuBLAS beside its peak. `loader`: the cost of the loader; `tuning`: the
     result of tuning it. `sharded`: the modules that were sharded one by one.
     `backends`: those of `torch.compile` that the script named. `compiled`: the compiled graphs, of a request
-    that plans them; `unplanned`: why they could not be planned. `again`: functions compiled in several steps.
+    that plans them; `unplanned`: why they could not be planned. `again`: functions compiled in several steps,
+    or in parts.
     """
 
     request: Request

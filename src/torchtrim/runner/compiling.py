@@ -28,6 +28,7 @@ from torchtrim.runner.compiled_calls import CompiledCalls
 _LONGEST = 200
 """Arbitrary; characters of a guard in a sentence."""
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
+_RESUMED = re.compile(r"torch_dynamo_resume_in_(.+)_at_(\d+)")
 _ID = re.compile(r"^\d+/\d+: ")
 INDUCTOR = "inductor"
 """The backend whose graphs are planned."""
@@ -181,11 +182,11 @@ class CompileLog:
         self._note()
         self._step += 1
 
-    def again(self) -> tuple[CompiledFunction, ...]:
-        """Return the functions compiled in more than one step, up to now."""
+    def found(self) -> tuple[CompiledFunction, ...]:
+        """Return the functions compiled in more than one step up to now, and rests behind graph breaks."""
         self._note()
-        several = (each for each in self._frames.values() if len(_steps(each)) > 1)
-        return tuple(map(self._function, several))
+        functions = (self._function(each) for each in self._frames.values() if _steps(each))
+        return tuple(one for one in functions if one.steps > 1 or one.broken)
 
     def _note(self) -> None:
         from torchtrim.compiled.inductor import compiles_since
@@ -197,11 +198,16 @@ class CompileLog:
     def _function(self, found: Sequence[tuple[int, Any]]) -> CompiledFunction:
         steps = _steps(found)
         last = [one for _, one in found if one.function][-1]
-        path, line = self._line(last)
+        rest = _RESUMED.fullmatch(last.function)
+        is_users = self._places.is_users_file(last.path)
+        broken = is_users and rest is not None
+        path, line = (last.path, int(rest[2])) if broken and rest else self._line(last)
+        name = rest[1] if rest is not None else last.function
         return CompiledFunction(
-            function=last.function if self._places.is_users_file(last.path) else "",
+            function=name if is_users else "",
             path=path,
             line=line,
+            broken=broken,
             steps=len(steps),
             watched=self._step,
             seconds=sum(one.seconds for step, one in found if step > min(steps)),
@@ -264,7 +270,7 @@ class Compiling:
         if not self._request.compiles:
             trial.notes += (EAGERLY,) if asked else ()
             return ""
-        trial.again = self._log.again() if self._log is not None else ()
+        trial.again = self._log.found() if self._log is not None else ()
         others = (one for one in asked if one not in (INDUCTOR, "eager"))
         trial.notes += tuple(map(_OTHER_BACKEND.format, others))
         if trial.crash is None and self._graphs is not None and self._graphs.joints:

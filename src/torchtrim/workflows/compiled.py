@@ -17,13 +17,14 @@ from torchtrim.records.plan import Plan, Prediction
 from torchtrim.records.report import Result
 from torchtrim.records.trial import CompiledMemory, Request, Trial
 from torchtrim.report.assemble import figures_of, with_plan, with_planned
+from torchtrim.rules import tt403_compiled_again, tt404_graph_break
 from torchtrim.rules.registry import diagnose, in_order
-from torchtrim.rules.tt403_compiled_again import RULE
 from torchtrim.runner.compiling import INDUCTOR
 from torchtrim.runner.script import Script
 from torchtrim.runner.trials import Progress, run_once
 from torchtrim.workflows.findings import report_of
 
+_OF_COMPILES = (tt403_compiled_again.RULE.code, tt404_graph_break.RULE.code)
 _ROUNDS = 2
 """Corrections by a measured peak: what the script computes eagerly is not simulated."""
 
@@ -56,7 +57,7 @@ def graphs_of(script: Script, request: Request, saving: int, progress: Progress)
 def with_compiled(result: Result, script: Script, request: Request, progress: Progress) -> Result:
     """Add to the result of an eager run the script's figures when compiled, and what its graphs save.
 
-    Its profile is told what was compiled again, and the findings on that are added.
+    Its profile is told what was compiled again or in parts, and the findings on that are added.
     """
     report = result.report
     try:
@@ -70,7 +71,7 @@ def with_compiled(result: Result, script: Script, request: Request, progress: Pr
     if result.before is None:
         return result._replace(report=report)
     profile = replace(result.before, compiled=[*compiled.again])
-    found = in_order(profile, (*report.findings, *diagnose(profile, (RULE.code,))))
+    found = in_order(profile, (*report.findings, *diagnose(profile, _OF_COMPILES)))
     return result._replace(report=replace(report, findings=found), before=profile)
 
 
