@@ -38,7 +38,7 @@ def test_checkpointed_blocks_are_all_that_a_person_changes() -> None:
     assert sum(a != b for a, b in zip(plain, second, strict=True)) == 1
 
 
-def test_a_checkpoint_that_appends_to_a_default_again_keeps_something_else() -> None:
+def test_a_checkpoint_that_appends_again_keeps_something_else() -> None:
     """In a process of its own, as below."""
     code = """
 import sys, tempfile
@@ -48,17 +48,22 @@ from bench.habits.judging import shows_ours
 from bench.habits.script import PLAIN, Habits
 
 root = Path(tempfile.mkdtemp())
-for name in ("a tensor", "a mutable default"):
-    for end in ("falls off its end", "os._exit(0)"):
-        habits = Habits(one={**PLAIN, "inner_takes": name, "end": end})
-        plain, each = (Case(habits, root / f"{name} {end} {n}", n) for n in (0, 1))
-        print(plain.plain().output == each.plain().output, plain.kept() == each.kept())
+ends = "falls off its end", "os._exit(0)"
+names = "a tensor", "a mutable default"
+cases = [{"inner_takes": name, "end": end} for name in names for end in ends]
+cases += [{"block": name, "update": "two backwards", "launch": "a guarded main"}
+          for name in ("mlp of rows", "lists of its own")]
+for number, case in enumerate(cases):
+    habits = Habits(one={**PLAIN, **case})
+    plain, each = (Case(habits, root / f"{number} {n}", n) for n in (0, 1))
+    print(plain.plain().output == each.plain().output, plain.kept() == each.kept())
 """
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     words = ended.stdout.split()
-    assert words == ["True"] * 4 + ["True", "False"] * 2, f"{ended.stdout}{ended.stderr[-2000:]}"
+    same, other = ["True", "True"], ["True", "False"]
+    assert words == [*same * 2, *other * 2, *same, *other], f"{ended.stdout}{ended.stderr[-2000:]}"
 
 
 def test_a_script_that_raises_shows_no_fault_of_ours() -> None:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch._dynamo  # noqa: F401
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 import torchtrim
 from torchtrim.cli import main as command_line
@@ -115,9 +116,13 @@ def plain(path: Path, folder: Path, *args: str) -> Ended:
 
 
 def kept(path: Path, folder: Path) -> str:
-    """Run a script as `python` does, and return what containers its calls share, and how much these hold."""
+    """Run a script as `python` does, and return what containers its calls share, and how much these hold.
+
+    Modules that it called are held, since those of a `main` are gone as it returns.
+    """
     said = folder / "kept"
     ends = os._exit
+    called: dict[int, nn.Module] = {}
 
     def leave(_: int = 0) -> None:
         said.write_text("\n".join(sorted(_containers(str(path)))))
@@ -126,6 +131,7 @@ def kept(path: Path, folder: Path) -> str:
     def body() -> None:
         os._exit = leave  # type: ignore[assignment]  # a script may end so
         sys.argv, sys.path[0] = [str(path)], str(path.parent)
+        register_module_forward_pre_hook(lambda one, _: called.update({id(one): one}))
         with contextlib.suppress(BaseException):
             runpy.run_path(str(path), run_name="__main__")
         leave()
