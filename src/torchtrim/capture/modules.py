@@ -13,11 +13,8 @@ from msgspec.structs import replace
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from torchtrim.capture.code.side_effects import (
-    SideEffects,
-    are_all_hooked,
-    backward_hooks_on_all,
-)
+from torchtrim.capture.code.hooks import are_all_hooked, backward_hooks_on_all
+from torchtrim.capture.code.side_effects import SideEffects
 from torchtrim.dispatch.places import CallSite
 from torchtrim.dispatch.storages import element_bytes
 from torchtrim.records.profile import Module

@@ -21,16 +21,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchtrim.capture.code.side_effects import (
-    CalledFunction,
-    SideEffects,
+from torchtrim.capture.code.hooks import (
     are_all_hooked,
     backward_hooks_on_all,
-    changed,
     forward_hooks_on_all,
     hooks_of,
     is_ours,
 )
+from torchtrim.capture.code.side_effects import CalledFunction, SideEffects, changed
 from torchtrim.capture.snapshot import OF_TORCH, generator_state, set_state
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from torchtrim.capture.code.side_effects import is_ours
+from torchtrim.capture.code.hooks import is_ours
 from torchtrim.capture.optimizers import parameters_of
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once

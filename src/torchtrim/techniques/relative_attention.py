@@ -116,7 +116,8 @@ class _Known:
 
     def holds(self) -> bool:
         """Return True if the replacement covers the whole module."""
-        from torchtrim.capture.code.side_effects import are_all_hooked, changed, hooks_of, is_ours
+        from torchtrim.capture.code.hooks import are_all_hooked, hooks_of, is_ours
+        from torchtrim.capture.code.side_effects import changed
 
         hooks = (hook for layer in self._layers[1:] for hook in hooks_of(layer))
         if are_all_hooked() or not all(map(is_ours, hooks)):

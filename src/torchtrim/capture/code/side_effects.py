@@ -17,19 +17,21 @@ import itertools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import (
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
 
-from torchtrim.capture.code.live import UNKNOWN, Resolved, Scope, content, function_of, own_nodes
+from torchtrim.capture.code.hooks import forward_hooks_on_all, hooks_of
+from torchtrim.capture.code.live import (
+    UNKNOWN,
+    Resolved,
+    Scope,
+    content,
+    function_of,
+    own_nodes,
+)
 from torchtrim.core.isolation import debugging, said_of
 
 _DEPTH = 12
@@ -73,7 +75,8 @@ class Write(NamedTuple):
 
 CalledFunction = types.FunctionType | functools.partial[Any]
 """A function, with the arguments of its call where they are known: `UNKNOWN` for what outlives the call."""
-Reference = tuple[Mapping[str, Any], str, Any]
+Reference = tuple[Callable[[], Any], Any]
+"""Reads what a name stands for, and what it stood for."""
 
 
 class SideEffects:
@@ -122,8 +125,9 @@ class SideEffects:
             self.modules.append(module)
 
     def _look_at(self, module: nn.Module) -> None:
-        for value in vars(module).values():
-            self._note_generators(value)
+        for name, value in vars(module).items():
+            if self._note_generators(value):
+                self._remember(vars(module), name)
         if "forward" in vars(module):
             self._call(vars(module)["forward"], 0)
         else:
@@ -178,8 +182,11 @@ class SideEffects:
                 if isinstance(inner, (types.FunctionType, types.MethodType)):
                     self._call(inner, depth + 1)
             return
-        for cell in function.__closure__ or ():
-            self._note_generators(content(cell))
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=False
+        ):
+            if self._leads_on(content(cell)):
+                self._watch((id(cell), name), functools.partial(content, cell))
         given = [*(Resolved(value, True) for value in bound), *arguments]
         partial = called.keywords if isinstance(called, functools.partial) else {}
         named = {name: Resolved(value, True) for name, value in partial.items()} | dict(keywords)
@@ -216,33 +223,57 @@ class SideEffects:
             self.writes.append(Write(f"may write (`{name}`)", *site))
 
     def _refer(self, table: Any, name: str, found: Any) -> None:
-        self._note_generators(found)
+        leads_on = self._leads_on(found)
         names = table if type(table) is dict else getattr(table, "__dict__", None)
-        if isinstance(found, nn.Module) or names is None:
-            return
-        if callable(found) or found is UNKNOWN or isinstance(found, _CONTAINERS):
+        if leads_on and names is not None:
             kinds = () if type(table) is dict or isinstance(table, type) else type(table).__mro__
             classes = [vars(kind) for kind in kinds if name in vars(kind)]
             for one in (names, *classes[:1]):
                 self._remember(one, name)
 
-    def _remember(self, names: Mapping[str, Any], name: str) -> None:
-        if (id(names), name) not in self._referred:
-            self._referred.add((id(names), name))
-            self.references.append((names, name, names.get(name, UNKNOWN)))
+    def _leads_on(self, found: Any) -> bool:
+        """Return True for what leads to code, state or random numbers. Modules are looked at anyway."""
+        if self._note_generators(found):
+            return True
+        leads = callable(found) or found is UNKNOWN or isinstance(found, _CONTAINERS)
+        return leads and not isinstance(found, nn.Module)
 
-    def _note_generators(self, value: Any) -> None:
+    def _remember(self, names: Mapping[Any, Any], name: Any) -> None:
+        self._watch((id(names), name), functools.partial(names.get, name, UNKNOWN))
+
+    def _watch(self, place: tuple[int, Any], read: Callable[[], Any]) -> None:
+        if place not in self._referred:
+            self._referred.add(place)
+            self.references.append((read, read()))
+
+    def _note_generators(self, value: Any) -> bool:
+        """Note the random generators in a value, and return True if there are any."""
         small = isinstance(value, (list, tuple, dict)) and len(value) <= _SMALL
-        inner = value.values() if isinstance(value, dict) else value
-        for one in inner if small else (value,):
-            generator = one if is_generator(one) else getattr(one, "__self__", None)
-            if is_generator(generator) and all(generator is not g for g in self.generators):
-                self.generators.append(generator)
+        keys = value if isinstance(value, dict) else range(len(value)) if small else ()
+        inner = [key for key in keys if self._note_generator(value[key])] if small else []
+        for key in inner:
+            self._watch((id(value), key), functools.partial(_item, value, key))
+        return bool(inner) or self._note_generator(value)
+
+    def _note_generator(self, value: Any) -> bool:
+        generator = value if is_generator(value) else getattr(value, "__self__", None)
+        if not is_generator(generator):
+            return False
+        if all(generator is not known for known in self.generators):
+            self.generators.append(generator)
+        return True
 
 
 def changed(references: Iterable[Reference]) -> bool:
     """Return True if any name has another value than before."""
-    return any(names.get(name, UNKNOWN) is not found for names, name, found in references)
+    return any(read() is not found for read, found in references)
+
+
+def _item(container: Any, key: Any) -> Any:
+    try:
+        return container[key]
+    except LookupError:
+        return UNKNOWN
 
 
 def is_generator(value: Any) -> bool:
@@ -253,39 +284,6 @@ def is_generator(value: Any) -> bool:
     return numpy is not None and isinstance(
         value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
     )
-
-
-def hooks_of(module: nn.Module) -> Iterator[Any]:
-    """Yield the user's hooks on a module's forward and backward."""
-    for table in (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    ):
-        yield from table.values()
-
-
-def forward_hooks_on_all() -> list[Any]:
-    """Return the program's hooks on the forward of all modules."""
-    tables = _global_forward_pre_hooks, _global_forward_hooks
-    return [hook for table in tables for hook in table.values() if not is_ours(hook)]
-
-
-def backward_hooks_on_all() -> list[Any]:
-    """Return the program's hooks on the backward of all modules."""
-    tables = _global_backward_pre_hooks, _global_backward_hooks
-    return [hook for table in tables for hook in table.values() if not is_ours(hook)]
-
-
-def are_all_hooked() -> bool:
-    """Return True if the program has hooks on all modules."""
-    return bool(forward_hooks_on_all() or backward_hooks_on_all())
-
-
-def is_ours(hook: Any) -> bool:
-    """Return True if a hook is torchtrim's own."""
-    return str(getattr(hook, "__module__", "")).startswith("torchtrim.")
 
 
 def _is_read_whole(function: types.FunctionType) -> bool:
