@@ -28,7 +28,9 @@ from torchtrim.capture.code.hooks import (
     hooks_of,
     is_ours,
 )
+from torchtrim.capture.code.outside import OuterValue
 from torchtrim.capture.code.side_effects import CalledFunction, SideEffects, changed
+from torchtrim.capture.recording import tensors_in
 from torchtrim.capture.snapshot import OF_TORCH, generator_state, set_state
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once
@@ -112,6 +114,12 @@ class BlockState:
         self.owned = frozenset(map(id, self.modules))
         self.generators = _drawn_from(self._effects)
         self.reads, self.reads_all = self._effects.reads, self._effects.is_unread
+        own = {
+            id(table)
+            for one in self.modules
+            for table in (vars(one), one._parameters, one._buffers)
+        }
+        self.outside = [one for one in self._effects.outside.values() if one.owner not in own]
         self._known = self._shape()
         self._hooked = [module for module in self.modules if any(hooks_of(module))]
 
@@ -167,6 +175,12 @@ class Held(NamedTuple):
     version: int | None
 
 
+def _held_outside(values: Iterable[tuple[OuterValue, Any]]) -> Iterator[Held]:
+    for place, value in values:
+        for one in tensors_in(value):
+            yield Held({place.name: one}, place.name, one, version_of(one))
+
+
 def _written_among(held: Iterable[Held]) -> str:
     for _, name, tensor, version in held:
         if version is not None and version_of(tensor) != version:
@@ -191,7 +205,8 @@ class Before:
                     for key, tensor in now.items()
                 }
         self._names = frozenset(now)
-        self._held = list(state.parameters())
+        self._outside = [(one, one.read()) for one in state.outside]
+        self._held = [*state.parameters(), *_held_outside(self._outside)]
         self._storages: list[int] = []
         self._new: list[Key] = []
         self._replaced: dict[Key, torch.Tensor] = {}
@@ -264,6 +279,11 @@ class Before:
         swapped = [one for one in self._held if one.table.get(one.name) is not one.tensor]
         others = [one.table.get(one.name) for one in swapped]
         generators = [(one, generator_state(one)) for one, _ in self._generators]
+        moved = [
+            (one, then, now) for one, then in self._outside if not one.same(then, now := one.read())
+        ]
+        for one, then, _ in moved:
+            one.write(then)
         _put_attributes(self._modules, self._objects)
         with _not_counted() if self.tensors else contextlib.nullcontext():
             for key, value in self.tensors.items():
@@ -284,6 +304,8 @@ class Before:
             for key, tensor in tensors.items():
                 self._table(key)[key.name] = tensor
             _put_attributes(self._modules, attributes)
+            for place, _, now in moved:
+                place.write(now)
 
     def _moved(self) -> str:
         """Return the name of a tensor whose memory was replaced, as by `.data = ...`, which counts as no

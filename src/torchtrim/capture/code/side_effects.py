@@ -32,6 +32,7 @@ from torchtrim.capture.code.live import (
     function_of,
     own_nodes,
 )
+from torchtrim.capture.code.outside import OuterValue, of_closure, of_container, outer_value
 from torchtrim.core.isolation import debugging, said_of
 
 _DEPTH = 12
@@ -85,6 +86,7 @@ class SideEffects:
 
     `reads` are the names of the attributes that it reads; `is_unread`: some code has no source. `references`
     are the names that lead to code and state, with their values: the result is stale once one changes.
+    `outside` are the values that it reads outside of the modules.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class SideEffects:
         self.generators: list[Any] = []
         self.modules: list[nn.Module] = []
         self.references: list[Reference] = []
+        self.outside: dict[tuple[int, str], OuterValue] = {}
         self.reads: set[str] = set()
         self.is_unread = False
         self._known: set[int] = set()
@@ -185,8 +188,10 @@ class SideEffects:
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=False
         ):
-            if self._leads_on(content(cell)):
+            found = content(cell)
+            if self._leads_on(found):
                 self._watch((id(cell), name), functools.partial(content, cell))
+            self._reads_outside(found, of_closure(cell, name))
         given = [*(Resolved(value, True) for value in bound), *arguments]
         partial = called.keywords if isinstance(called, functools.partial) else {}
         named = {name: Resolved(value, True) for name, value in partial.items()} | dict(keywords)
@@ -224,6 +229,7 @@ class SideEffects:
 
     def _refer(self, table: Any, name: str, found: Any) -> None:
         leads_on = self._leads_on(found)
+        self._reads_outside(found, outer_value(table, name))
         names = table if type(table) is dict else getattr(table, "__dict__", None)
         if leads_on and names is not None:
             kinds = () if type(table) is dict or isinstance(table, type) else type(table).__mro__
@@ -237,6 +243,18 @@ class SideEffects:
             return True
         leads = callable(found) or found is UNKNOWN or isinstance(found, _CONTAINERS)
         return leads and not isinstance(found, nn.Module)
+
+    def _reads_outside(self, found: Any, place: OuterValue | None) -> None:
+        """Note what is no code: numbers, tensors, objects, and the items of containers."""
+        if (
+            place is None
+            or found is UNKNOWN
+            or callable(found)
+            or isinstance(found, types.ModuleType)
+        ):
+            return
+        for one in (place, *of_container(found, place.name)):
+            self.outside.setdefault((one.owner, one.name), one)
 
     def _remember(self, names: Mapping[Any, Any], name: Any) -> None:
         self._watch((id(names), name), functools.partial(names.get, name, UNKNOWN))
