@@ -201,13 +201,14 @@ class Bench:
             "again": round(added / self._forward, 4),
         }
 
-    def run(self, parts: set[str], *, clocks: bool) -> None:
-        """Compile and run the original, and the plan if there is one, and note what was measured."""
+    def run(self, parts: set[str], *, clocks: bool) -> Iterator[None]:
+        """Compile and run the original, and the plans if there are any; yield after each, for a note."""
         begin = cpu_seconds()
         original = compiled(self.name, None)
         self.found["compile_seconds"] = round(cpu_seconds() - begin, 1)
         peak, results = original.peak(), original.results()
         self.found |= {"measured": peak, "off": round(self._own / peak - 1, 5)}
+        yield
         if "run" not in parts:
             return
         runs = self.found["runs"] = {}
@@ -217,10 +218,11 @@ class Bench:
                 runs[f"{share:.0%}"] = self._ran(self.choices[share], work, results)
                 if clocks:
                     runs[f"{share:.0%}"]["time"] = timed(original.step, work.step)
+                yield
         if clocks and "budgets" in self.found:
-            self._clock_budgets(original)
+            yield from self._clock_budgets(original)
 
-    def _clock_budgets(self, original: Work) -> None:
+    def _clock_budgets(self, original: Work) -> Iterator[None]:
         """Measure the peak and the time of each of torch's choices, and of the plan beside it."""
         clocked: dict[tuple[float, float], dict[str, Any]] = {}
         for row in self.found["budgets"]:
@@ -238,6 +240,7 @@ class Bench:
                         "time": timed(original.step, work.step),
                     }
                 point |= clocked[key]
+            yield
 
     def _choice(self, point: dict[str, float]) -> SavingChoice:
         """Return the plan of a row."""
@@ -416,8 +419,7 @@ def measured(
     if "budgets" in parts and name in MODELS:
         yield from (bench.found for _ in bench.budgets())
     if parts & {"peak", "run"}:
-        bench.run(parts, clocks=clocks)
-        yield bench.found
+        yield from (bench.found for _ in bench.run(parts, clocks=clocks))
 
 
 if __name__ == "__main__":
