@@ -199,3 +199,27 @@ def test_what_is_read_later_is_as_the_program_left_it() -> None:
     block.replace(3.0)
     loss.backward()
     assert block.read() == 3.0
+
+
+CACHE: dict[str, Tensor] = {}
+
+
+class Cached(Block):
+    """A block that fills a cache of its file once, as tables of positions are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "table" not in CACHE:
+            CACHE["table"] = self.table()
+        return (self.linear(x) * CACHE["table"]).sin()
+
+    def table(self) -> Tensor:
+        return torch.arange(8.0)
+
+
+def test_a_cache_that_forward_filled_is_not_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Cached(float)
+    planned(block)
+    loss = block(torch.ones(4, 8)).sum()
+    monkeypatch.delattr(Cached, "table")
+    loss.backward()
+    assert [*CACHE] == ["table"]

@@ -250,6 +250,8 @@ class Before:
         self._new = [key for key in now.keys() - self.tensors.keys() if key.table == "_buffers"]
         self.tensors = {key: self._copied(key) for key in wrote}
         self._generators, self._versions = drawn, {}
+        # A cache that the first run filled stays filled: it fills one only where it is empty.
+        self._outside = [(one, one.read()) for one, _ in self._outside]
         self._forget_attributes()
         return sorted({key.name for key in wrote | others}), [one for one, _ in drawn]
 
