@@ -236,16 +236,16 @@ def test_a_plan_with_a_fingerprint_is_judged_in_float64(monkeypatch: pytest.Monk
 
 
 class Growing(nn.Module):
-    """A layer that does something else at every second call, as a list tells it. The source does not show
+    """A layer that does something else at every second call, as a set tells it. The source does not show
     who writes to it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 6)
-        self.calls: list[int] = []
+        self.calls: set[int] = set()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        eval("self.calls.append(1)")
+        eval("self.calls.add(len(self.calls))")
         return torch.tanh(torch.sin(self.linear(x))) if len(self.calls) % 2 else self.linear(x)
 
 

@@ -223,3 +223,21 @@ def test_a_cache_that_forward_filled_is_not_filled_again(monkeypatch: pytest.Mon
     monkeypatch.delattr(Cached, "table")
     loss.backward()
     assert [*CACHE] == ["table"]
+
+
+class Counting(Block):
+    """A block that does something else at every second call, as a list tells it, written out of sight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        eval("self.listed.append(1.0)")
+        return (self.linear(x) * len(self.listed)).sin()
+
+
+def test_what_is_appended_out_of_sight_is_appended_once() -> None:
+    plain, block = Counting(float), Counting(float)
+    planned(block)
+    for one in (plain, block):
+        one.replace = lambda _: None
+    same = map(torch.equal, *(gradients(one, float, between=False) for one in (plain, block)))
+    assert all(same)
+    assert block.listed == plain.listed

@@ -250,8 +250,7 @@ class Before:
         self._new = [key for key in now.keys() - self.tensors.keys() if key.table == "_buffers"]
         self.tensors = {key: self._copied(key) for key in wrote}
         self._generators, self._versions = drawn, {}
-        # A cache that the first run filled stays filled: it fills one only where it is empty.
-        self._outside = [(one, one.read()) for one, _ in self._outside]
+        self._outside = [(one, _filled(then, one.read())) for one, then in self._outside]
         self._forget_attributes()
         return sorted({key.name for key in wrote | others}), [one for one, _ in drawn]
 
@@ -355,6 +354,13 @@ class Before:
                     is_replaced = isinstance(value, torch.Tensor) and value is not now.get(name)
                     if is_replaced and name not in self._state.reads:
                         before[name] = now.get(name)
+
+
+def _filled(then: Any, now: Any) -> Any:
+    """Return the value before a run, with what the run filled: a cache is filled where it is empty, once."""
+    if then is None or then is now:
+        return now
+    return now | then if isinstance(then, dict) and isinstance(now, dict) else then
 
 
 def _same_objects(before: dict[str, Any], now: dict[str, Any]) -> bool:
