@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.checkpoint import checkpoint
 
 import torchtrim
 from steps import encoder, fitting, squared, train_step
@@ -399,3 +400,37 @@ def test_a_packed_sequence_has_no_rows_of_samples() -> None:
         layer(packed)
     handle.revert()
     assert torch.equal(layer(packed)[0].data, right)
+
+
+class Checkpointed(nn.Module):
+    """A block with a checkpoint of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = checkpoint(self.layers, x, use_reentrant=False)
+        return x + made
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_a_checkpoint_of_the_program_reruns_in_parts(parts: int) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Checkpointed() for _ in range(3)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    step = torchtrim.TrainStep(net, squared, optimizer, torch.randn(512, 64))
+    step.step(0)
+    recorded = step_of(torchtrim.record(step))
+    where = tuple(f"Sequential.{number}" for number in range(3))
+    options = (
+        Option("micro_batch", one, spans_of(recorded, one), None, (("parts", parts),))
+        for one in where
+    )
+    edits = [edit for edit in (TECHNIQUE.edits(recorded, one) for one in options) if edit]
+    predicted = simulate(recorded, edits).peak_bytes
+    assert predicted < 0.75 * simulate(recorded).peak_bytes
+    planned = Technique(name="micro_batch", where=where, options={"parts": parts})
+    TECHNIQUE.apply({"Sequential": net}, planned)
+    step.step(0)
+    assert predicted == pytest.approx(torchtrim.record(step).peak_bytes, rel=0.005)

@@ -60,7 +60,7 @@ class _SplitCallEdit:
     def __post_init__(self) -> None:
         step, span = self._step, self._span
         self._now = range(*span)
-        self.passes = [self._with_reruns(tasks) for tasks in passes_of(step, span)]
+        self.passes = passes_of(step, span)
         later = {task for tasks in self.passes for task in tasks}
         tasks = {*self._now, *later}
         made = [number for task in sorted(tasks) for number in step.made_by[task]]
@@ -74,14 +74,6 @@ class _SplitCallEdit:
         self._of_parameters = [
             n for n in self._gradients if n in added or step.tensors[n].kind == "gradient"
         ]
-
-    def _with_reruns(self, backward: Sequence[int]) -> list[int]:
-        """Add the tasks that rerun forward before the first of these, and between them."""
-        first, tasks = backward[0], self._step.tasks
-        while tasks[first - 1].phase == "recompute":
-            first -= 1
-        between = range(first, backward[-1])
-        return sorted({*backward, *(one for one in between if tasks[one].phase == "recompute")})
 
     def edit(self, seconds: float) -> Edit:
         step, span = self._step, self._span

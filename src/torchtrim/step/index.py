@@ -157,12 +157,24 @@ def graded_roots(step: Step, fits: Callable[[Span], bool]) -> dict[str, tuple[Sp
 
 
 def passes_of(step: Step, span: Span) -> list[list[int]]:
-    """Return the tasks of each backward through a span. A retained graph has several."""
+    """Return the tasks of each backward through a span, and the reruns of the script's checkpoints.
+
+    A retained graph has several.
+    """
     numbers, found = index_of(step).passes, defaultdict[int, list[int]](list)
     every = {task for one in range(*span) for task in step.backward.get(one, ())}
     for task in sorted(every - {*range(*span)}):
         found[numbers[task]].append(task)
-    return list(found.values())
+    return [_with_reruns(step, tasks) for tasks in found.values()]
+
+
+def _with_reruns(step: Step, backward: list[int]) -> list[int]:
+    """Add the tasks that rerun forward before the first of these, and between them."""
+    first, tasks = backward[0], step.tasks
+    while tasks[first - 1].phase == "recompute":
+        first -= 1
+    between = range(first, backward[-1])
+    return sorted({*backward, *(one for one in between if tasks[one].phase == "recompute")})
 
 
 def joined_span(calls: tuple[StepCall, ...]) -> Span:
