@@ -69,16 +69,18 @@ class Modules:
                         yield kind, f"{name}.{path}", tensor
 
     def settled(self, place_of: Callable[[CallSite | None], int]) -> list[Module]:
-        """Return the records, with the current bytes of lazy parameters, each module's side effect, and the
-        number of the place that constructed it."""
+        """Return the records, with the current bytes of lazy parameters, each module's side effect, whether
+        it reads again what its last call left, and the number of the place that constructed it."""
         return [
             replace(
                 record,
                 parameter_bytes=_parameter_bytes(module),
-                writes=next((str(write) for write in SideEffects([module]).writes), ""),
+                writes=next(map(str, effects.writes), ""),
                 made=place_of(self._site(module)),
+                rereads=_rereads(module, effects),
             )
             for record, module in zip(self.records, self._kept, strict=True)
+            for effects in (SideEffects([module]),)
         ]
 
     def _add(self, module: nn.Module, path: str) -> None:
@@ -106,6 +108,13 @@ class Modules:
             if path in self._paths:
                 return self._paths[path]
         return -1
+
+
+def _rereads(module: nn.Module, effects: SideEffects) -> bool:
+    """Return True if code may read a tensor that its last call left in an attribute of these modules."""
+    attributes = (item for one in module.modules() for item in vars(one).items())
+    kept = {name for name, value in attributes if isinstance(value, torch.Tensor)}
+    return effects.is_unread or not effects.reads.isdisjoint(kept)
 
 
 def _parameter_bytes(module: nn.Module) -> int:

@@ -123,6 +123,10 @@ class BlockState:
         self._known = self._shape()
         self._hooked = [module for module in self.modules if any(hooks_of(module))]
 
+    def may_read(self, name: str) -> bool:
+        """Return True if a run may read what the last one left in an attribute of this name."""
+        return self.reads_all or name in self.reads
+
     def _shape(self) -> list[Any]:
         """A snapshot of types, children, own methods and hooks, which shows whether code may have changed."""
         own = (
@@ -240,12 +244,13 @@ class Before:
                     if not _same_state(one[1], generator_state(one[0]))
                 ]
         state.written.setdefault(self._mode, set()).update(wrote)
+        others = {key for key, (then, _) in self._versions.items() if now.get(key) is not then}
+        unread = {key for key in others if self._is_unread(key)}
         self._held += [
             Held(self._table(key), key.name, *self._versions[key])
-            for key in self.tensors.keys() - wrote
+            for key in self.tensors.keys() - wrote - unread
         ]
-        others = {key for key, (then, _) in self._versions.items() if now.get(key) is not then}
-        self._replaced = {key: self._versions[key][0] for key in others - wrote}
+        self._replaced = {key: self._versions[key][0] for key in others - wrote - unread}
         self._storages = [_storage_of(one.tensor) for one in self._held]
         self._new = [key for key in now.keys() - self.tensors.keys() if key.table == "_buffers"]
         self.tensors = {key: self._copied(key) for key in wrote}
@@ -344,15 +349,16 @@ class Before:
             "that. Remove this place from the plan, or plan again."
         )
 
+    def _is_unread(self, key: Key) -> bool:
+        return key.table == "__dict__" and not self._state.may_read(key.name)
+
     def _forget_attributes(self) -> None:
         """Drop tensors that the first run replaced, unless the block reads them."""
-        if self._state.reads_all:
-            return
         for module, before in zip(self._modules, self._objects, strict=True):
             if not _same_objects(before, now := vars(module)):
                 for name, value in before.items():
                     is_replaced = isinstance(value, torch.Tensor) and value is not now.get(name)
-                    if is_replaced and name not in self._state.reads:
+                    if is_replaced and not self._state.may_read(name):
                         before[name] = now.get(name)
 
 

@@ -140,7 +140,8 @@ class Module(Struct, frozen=True, array_like=True, gc=False):
 
     `hooked`: it has user hooks. `writes`: the state its code writes beyond its own tensors and attributes,
     and the line; rerunning the module would write it twice. `made`: the place that constructed it, an index
-    or -1. `hooked_with_all`: its only hooks are those on the forward of all modules.
+    or -1. `hooked_with_all`: its only hooks are those on the forward of all modules. `rereads`: its code may
+    read a tensor that its last call left in an attribute.
     """
 
     path: Text
@@ -152,6 +153,7 @@ class Module(Struct, frozen=True, array_like=True, gc=False):
     writes: Text = ""
     made: Index = -1
     hooked_with_all: bool = False
+    rereads: bool = True
 
 
 class Call(Struct, frozen=True, array_like=True, gc=False):

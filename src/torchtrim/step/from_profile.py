@@ -29,7 +29,9 @@ def step_of(profile: Profile, seconds: float | None = None) -> Step:
         tasks=tuple(map(_task, profile.operators)),
         tensors=_Tensors(profile).all(),
         modules=tuple(
-            StepModule(m.path, m.type, m.parent, m.chain, m.hooked, m.writes, m.hooked_with_all)
+            StepModule(
+                m.path, m.type, m.parent, m.chain, m.hooked, m.writes, m.hooked_with_all, m.rereads
+            )
             for m in profile.modules
         ),
         calls=tuple(

@@ -112,10 +112,13 @@ def _unused(step: Step, span: Span, saved: Sequence[tuple[Drop, Hold]]) -> Edit:
 
 
 def _inputs(step: Step, span: Span) -> list[int]:
-    """Return tensors from before the span that it reads, receives or replaces: the rerun keeps them alive."""
+    """Return tensors from before the span that the rerun keeps alive: those that it reads or receives, and
+    those that it replaces and may read again."""
     tasks = step.tasks[span.first : span.last]
     reads = (number for task in tasks for number in task.reads)
-    replaced = (number for number, death in step.replaced if span.first < death <= span.last)
+    replaced = [number for number, death in step.replaced if span.first < death <= span.last]
+    if replaced and not _rereads(step, span):
+        replaced = []
     return [
         number
         for number in dict.fromkeys((*reads, *step.given.get(span, ()), *replaced))
@@ -123,6 +126,14 @@ def _inputs(step: Step, span: Span) -> list[int]:
         and step.tensors[number].kind not in STATE
         and step.tensors[number].pool == DEVICE
     ]
+
+
+def _rereads(step: Step, span: Span) -> bool:
+    """Return True if the code of a span may read what its modules' last calls left in attributes."""
+    calls = [
+        call for call in step.calls if span.first <= call.span.first and call.span.last <= span.last
+    ]
+    return not calls or any(step.modules[call.module].rereads for call in calls)
 
 
 def _kept_bytes(step: Step, span: Iterable[int]) -> int:

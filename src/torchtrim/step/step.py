@@ -82,7 +82,8 @@ class StepModule(NamedTuple):
     """A module of the program. `parent` is its number, or -1 for a root. `chain`: its children run in order.
 
     `hooked`: it has user hooks. `writes`: state outside its own tensors and attributes that its code writes.
-    `hooked_with_all`: its only hooks are on the forward of all modules; `writes` has their writes.
+    `hooked_with_all`: its only hooks are on the forward of all modules; `writes` has their writes. `rereads`:
+    its code may read a tensor that its last call left in an attribute.
     """
 
     path: str
@@ -92,6 +93,7 @@ class StepModule(NamedTuple):
     hooked: bool
     writes: str = ""
     hooked_with_all: bool = False
+    rereads: bool = True
 
     @property
     def runs_once(self) -> bool:

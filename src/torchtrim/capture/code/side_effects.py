@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchtrim.capture.code.assigned import reads_of_this_call
 from torchtrim.capture.code.hooks import forward_hooks_on_all, hooks_of
 from torchtrim.capture.code.live import (
     UNKNOWN,
@@ -33,6 +34,7 @@ from torchtrim.capture.code.live import (
     own_nodes,
 )
 from torchtrim.capture.code.outside import OuterValue, of_closure, of_container, outer_value
+from torchtrim.capture.code.syntax import filled_once, opens_for_writing, raising
 from torchtrim.core.isolation import debugging, said_of
 
 _DEPTH = 12
@@ -84,8 +86,9 @@ class SideEffects:
     """Side effects of the code of modules, of hooks on all modules, and of functions; random generators it
     may use, and other modules it calls.
 
-    `reads` are the names of the attributes that it reads; `is_unread`: some code has no source. `references`
-    are the names that lead to code and state, with their values: the result is stale once one changes.
+    `reads` are the names of the attributes that it reads before it sets them; `is_unread`: it may read any
+    others. `references` are the names that lead to code and state, with their values: the result is stale
+    once one changes.
     `outside` are the values that it reads outside of the modules.
     """
 
@@ -325,11 +328,11 @@ class _SideEffectReader:
         self._path = path
         self._depth = depth
         self._nodes = list(own_nodes(scope.node))
-        self._outer, self._filled = scope.closes_over, _filled_once(self._nodes)
+        self._outer, self._filled = scope.closes_over, filled_once(self._nodes)
 
     def read(self) -> None:
-        raising = _raising(self._scope.node)
-        nodes = self._nodes
+        raises = raising(self._scope.node)
+        nodes, own = self._nodes, reads_of_this_call(self._scope)
         assigned = {id(one.target) for one in nodes if isinstance(one, ast.AugAssign)}
         for node in nodes:
             if not isinstance(node, ast.Name) or isinstance(node.ctx, ast.Load):
@@ -343,12 +346,20 @@ class _SideEffectReader:
             elif isinstance(node, (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor)):
                 self._assigned(node.target, node)
             elif isinstance(node, ast.Call):
-                self._called(node, silent=node in raising)
+                self._called(node, silent=node in raises)
             elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
                 self._scope.value(node)
             is_read = isinstance(getattr(node, "ctx", None), ast.Load) or id(node) in assigned
-            if isinstance(node, ast.Attribute) and is_read:
-                self._effects.reads.add(node.attr)
+            if isinstance(node, ast.Attribute) and is_read and id(node) not in own:
+                self._read(ast.Constant(node.attr))
+                self._effects.is_unread |= node.attr == "__dict__"
+
+    def _read(self, name: ast.expr) -> None:
+        """Note a read of an attribute by its name, or of any where the name is computed."""
+        if isinstance(name, ast.Constant):
+            self._effects.reads.add(str(name.value))
+        else:
+            self._effects.is_unread = True
 
     def _wrote(self, does: str, node: Any) -> None:
         self._effects.writes.append(Write(does, self._path, node.lineno))
@@ -457,40 +468,11 @@ class _SideEffectReader:
             there = self._scope.value(call.args[0])
             if there.outlives and not isinstance(there.value, nn.Module):
                 self._wrote(f"draws from `{ast.unparse(call.args[0])}`", call)
+        elif name in ("getattr", "hasattr") and len(call.args) > 1:
+            self._read(call.args[1])
+        elif name == "vars":
+            self._effects.is_unread = True
         elif name in ("setattr", "delattr") and call.args:
             self._set_on(call.args[0], call, call)
-        elif name == "open" and _opens_for_writing(call):
+        elif name == "open" and opens_for_writing(call):
             self._wrote("writes a file", call)
-
-
-def _filled_once(nodes: Sequence[ast.AST]) -> dict[int, set[str]]:
-    """Return the writes at each node that a test lets happen once: `if x is None`, `if key not in x`."""
-    found: dict[int, set[str]] = {}
-    for node in nodes:
-        match node:
-            case ast.If(test=ast.Compare(left, [ast.Is()], [ast.Constant(value=None)])):
-                name = ast.unparse(left)
-            case ast.If(test=ast.Compare(_, [ast.NotIn()], [container])):
-                name = ast.unparse(container)
-            case _:
-                continue
-        for inner in itertools.chain.from_iterable(map(ast.walk, node.body)):
-            found.setdefault(id(inner), set()).add(name)
-    return found
-
-
-def _opens_for_writing(call: ast.Call) -> bool:
-    modes = [*call.args[1:2], *(k.value for k in call.keywords if k.arg == "mode")]
-    return any(
-        not isinstance(one, ast.Constant) or set("wax+") & set(str(one.value)) for one in modes
-    )
-
-
-def _raising(node: ast.AST) -> set[ast.AST]:
-    """Return the nodes of blocks that end with an exception: they print at most once."""
-    found: set[ast.AST] = set()
-    for one in own_nodes(node):
-        for body in (getattr(one, "body", None), getattr(one, "orelse", None)):
-            if isinstance(body, list) and body and isinstance(body[-1], ast.Raise):
-                found.update(itertools.chain.from_iterable(map(ast.walk, body)))
-    return found
