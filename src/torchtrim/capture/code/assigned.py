@@ -11,7 +11,7 @@ from torch import nn
 
 from torchtrim.capture.code.live import Scope
 
-Place = tuple[int, str]
+AttributePlace = tuple[int, str]
 """The id of a module, and the name of an attribute."""
 _AT_TIMES = (
     ast.Lambda,
@@ -22,7 +22,7 @@ _AT_TIMES = (
     ast.DictComp,
     ast.GeneratorExp,
 )
-_ENDS = (ast.Return, ast.Yield, ast.YieldFrom)
+_ENDS_EARLY = (ast.Return, ast.Yield, ast.YieldFrom)
 
 
 def reads_of_this_call(scope: Scope) -> set[int]:
@@ -31,8 +31,8 @@ def reads_of_this_call(scope: Scope) -> set[int]:
     What sets it runs in each call: an assignment, or a call of a module whose forward assigns it.
     """
     found: set[int] = set()
-    known: set[Place] = set()
-    for statement in _body(scope):
+    known: set[AttributePlace] = set()
+    for statement in _outermost(scope):
         for node in ast.walk(statement):
             if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
                 continue
@@ -42,12 +42,12 @@ def reads_of_this_call(scope: Scope) -> set[int]:
     return found
 
 
-def _set_by(statement: ast.stmt, scope: Scope) -> Iterator[Place]:
+def _set_by(statement: ast.stmt, scope: Scope) -> Iterator[AttributePlace]:
     """Yield what a statement sets, itself and by the modules that it calls."""
-    for target in _targets(statement):
+    for target in _attributes_set(statement):
         if isinstance(owner := scope.value(target.value).value, nn.Module):
             yield id(owner), target.attr
-    for call in _calls(statement):
+    for call in _unconditional_calls(statement):
         if isinstance(called := scope.value(call.func).value, nn.Module):
             yield from ((id(called), name) for name in _set_in_forward(called))
 
@@ -61,20 +61,20 @@ def _set_in_forward(module: nn.Module) -> Iterator[str]:
     scope = Scope.of(forward) if isinstance(forward, types.FunctionType) else None
     if scope is None or not scope.parameters:
         return
-    for statement in _body(scope):
-        for target in _targets(statement):
+    for statement in _outermost(scope):
+        for target in _attributes_set(statement):
             if isinstance(target.value, ast.Name) and target.value.id == scope.parameters[0]:
                 yield target.attr
-        if any(isinstance(node, _ENDS) for node in ast.walk(statement)):
+        if any(isinstance(node, _ENDS_EARLY) for node in ast.walk(statement)):
             return
 
 
-def _body(scope: Scope) -> list[ast.stmt]:
+def _outermost(scope: Scope) -> list[ast.stmt]:
     """Return the outermost statements of a function; a lambda has none."""
     return [] if isinstance(scope.node, ast.Lambda) else scope.node.body
 
 
-def _targets(statement: ast.stmt) -> Iterator[ast.Attribute]:
+def _attributes_set(statement: ast.stmt) -> Iterator[ast.Attribute]:
     targets: Iterable[ast.expr] = ()
     if isinstance(statement, ast.Assign):
         targets = statement.targets
@@ -83,7 +83,7 @@ def _targets(statement: ast.stmt) -> Iterator[ast.Attribute]:
     return (one for one in targets if isinstance(one, ast.Attribute))
 
 
-def _calls(node: ast.AST) -> Iterator[ast.Call]:
+def _unconditional_calls(node: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls that run whenever a simple statement does."""
     if isinstance(node, ast.stmt) and not isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr)):
         return
@@ -92,4 +92,4 @@ def _calls(node: ast.AST) -> Iterator[ast.Call]:
     if isinstance(node, ast.Call):
         yield node
     for inner in ast.iter_child_nodes(node):
-        yield from _calls(inner)
+        yield from _unconditional_calls(inner)
