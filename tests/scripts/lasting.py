@@ -2,6 +2,7 @@
 
 import random
 import sys
+from os import environ
 from pathlib import Path
 
 import torch
@@ -32,12 +33,17 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x):
-        exec("calls += 1", globals())  # the source does not show that it writes
+        exec(
+            "environ['CALLS'] = str(int(environ['CALLS']) + 1)", globals()
+        )  # out of its source's sight
         late = kind == "breaks" and steps >= 6
-        return x + self.drop(torch.tanh(self.norm(self.linear(x * (calls if late else 1)))))
+        return x + self.drop(
+            torch.tanh(self.norm(self.linear(x * (int(environ["CALLS"]) if late else 1))))
+        )
 
 
-calls, losses, steps = 0, [], 0
+environ["CALLS"] = "0"
+losses, steps = [], 0
 model = nn.Sequential(Block(), Block(), nn.Linear(8, 3))
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -55,7 +61,7 @@ for steps, (x, y) in enumerate(loader):
     loss.backward()
     optimizer.step()
     scheduler.step()
-    calls = 0
+    environ["CALLS"] = "0"
     losses.append(loss.item())
     log.write(f"{loss.item()}\n")
     print(
