@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -15,10 +16,12 @@ from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
 from torchtrim.records.terms import Terms
 from torchtrim.records.trial import Request
-from torchtrim.step.edits import Insert
+from torchtrim.step.edits import Edit, Insert
 from torchtrim.step.from_profile import step_of
 from torchtrim.step.index import index_of
 from torchtrim.step.rerun import rerun
+from torchtrim.step.simulate import timeline
+from torchtrim.step.step import Step
 
 
 class Cache:
@@ -98,6 +101,35 @@ def test_each_backward_of_a_retained_graph_runs_a_block_again() -> None:
     plan = runs.planner(runs.observe()).floor_plan(Budget(0))
     assert plan.techniques == (Technique(name="recompute", where=where),)
     assert runs.run_planned(plan).peak_bytes == plan.predicted.peak_bytes
+
+
+def first_pass(step: Step, edits: Sequence[Edit] = ()) -> int:
+    """The highest bytes before the second backward."""
+    begins = [i for i, task in enumerate(step.tasks) if task.name.startswith("aten::ones_like")]
+    return max(timeline(step, edits).high[: begins[1]])
+
+
+def test_what_a_differentiated_backward_saves_is_the_tensor_of_the_rerun() -> None:
+    """The gradient of ReLU saves its result for the gradient's gradient: not the one of the first run."""
+
+    def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        loss = model(x).square().mean()
+        (given,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + given.square().sum()
+
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 32)) for _ in range(3))
+    model = nn.Sequential(*layers)
+    step = TrainStep(model, penalty, torch.optim.SGD(model.parameters()), torch.randn(64, 32))
+    terms = Terms(pins={"recompute": ["Sequential"]}, exclude=["overwrite", "replay"])
+    runs = Fitting(step, Request(steps=1), quiet, terms)
+    original = step_of(runs.observe().profile)
+    edit = rerun(original, [call.span for call in index_of(original).graded_calls[0]])
+    assert edit is not None
+    plan = runs.planner(runs.observe()).floor_plan(Budget(0))
+    assert "recompute" in [one.name for one in plan.techniques]
+    assert first_pass(step_of(runs.run_planned(plan).profile)) == first_pass(original, [edit])
 
 
 def test_a_rerun_stashes_the_state_of_the_generator() -> None:

@@ -8,7 +8,7 @@ reentrance, the base of `techniques.recompute.rerun`, does the same.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.profile import STATE
@@ -56,18 +56,22 @@ def _of_span(step: Step, span: Span, kept: frozenset[str], early_stop: bool) -> 
     again = [i for i in range(span.first, last) if i not in stays]
     own, overhead = sum(step.tasks[i].seconds for i in again), step.overhead
     seconds = own + len(again) * overhead.task + overhead.span
+    again_saved = [one for one in _saved_again(step, saved) if one[0].tensor in born]
     blocks, inserts = [], []
-    for (begins, ends), leaves in passes:
+    for number, ((begins, ends), leaves) in passes.items():
         made: defaultdict[int, int] = defaultdict(int)  # the end of each rerun tensor
         for drop, _ in saved:
             if drop.tensor in born:  # a tensor never unpacked lasts until backward leaves the span
                 made[drop.tensor] = max(made[drop.tensor], leaves.get(drop, ends))
+        for drop, hold in again_saved:
+            if index_of(step).passes[hold.saver] == number:
+                made[drop.tensor] = max(made[drop.tensor], hold.until)
         blocks += [Block(step.tensors[one].bytes, begins, until) for one, until in made.items()]
         makes = sum(step.tensors[number].bytes for number in made)
         inserts.append(Insert(begins, seconds, _rise(step, again, made), makes))
-    (begins, ends), _ = passes[-1]
+    (begins, ends), _ = passes[max(passes)]
     return Edit(
-        drops=tuple(drop for drop, _ in saved),
+        drops=tuple(drop for drop, _ in (*saved, *again_saved)),
         needs=(
             *(Need(number, ends) for number in _inputs(step, span)),
             *(Need(number, begins) for number in results),
@@ -78,7 +82,20 @@ def _of_span(step: Step, span: Span, kept: frozenset[str], early_stop: bool) -> 
     )
 
 
-def _passes(step: Step, saved: Iterable[tuple[Drop, Hold]]) -> list[tuple[Span, dict[Drop, int]]]:
+def _saved_again(
+    step: Step, saved: Iterable[tuple[Drop, Hold]]
+) -> Iterator[tuple[Drop, Hold]]:
+    """Yield where backward, itself differentiated, saves one of these tensors: it has that of the rerun."""
+    for drop, first in saved:
+        differentiated = {*step.backward.get(first.saver, ())}
+        for place, hold in enumerate(step.tensors[drop.tensor].holds):
+            if hold.saver in differentiated:
+                yield Drop(drop.tensor, place), hold
+
+
+def _passes(
+    step: Step, saved: Iterable[tuple[Drop, Hold]]
+) -> dict[int, tuple[Span, dict[Drop, int]]]:
     """Return the tasks of each backward through the saved tensors, and those that it leaves each before.
 
     A retained graph has several, and each reruns the span: they share no tensors.
@@ -90,13 +107,13 @@ def _passes(step: Step, saved: Iterable[tuple[Drop, Hold]]) -> list[tuple[Span, 
             first, last = found[numbers[task]].get(drop, (task, 0))
             until = max(last, min(task + 1, hold.until))
             found[numbers[task]][drop] = Span(min(first, task), until)
-    return [
-        (
+    return {
+        number: (
             Span(min(one.first for one in of.values()), max(one.last for one in of.values())),
             {drop: one.last for drop, one in of.items()},
         )
-        for _, of in sorted(found.items())
-    ]
+        for number, of in sorted(found.items())
+    }
 
 
 def _unused(step: Step, span: Span, saved: Sequence[tuple[Drop, Hold]]) -> Edit:
