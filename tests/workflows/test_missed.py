@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torchtrim
-from steps import Block, fitting, images, squared, train_step
+from steps import Block, fitting, images, quiet, squared, train_step
 from torchtrim import InfeasibleBudget, Script, TrainStep
 from torchtrim.api import optimize_report
 from torchtrim.errors import PlannedStepFailed
@@ -312,6 +312,17 @@ def test_steps_of_different_lengths_are_planned_for_the_longest(tmp_path: Path) 
     assert result.before.peak_bytes == report.original.peak_bytes
     assert report.certificate is not None
     assert report.certificate.verdict == "BITWISE"
+
+
+def test_a_step_that_is_longer_than_the_longest_seen_is_recorded_in_its_turn(
+    tmp_path: Path,
+) -> None:
+    """The step timed after the recorded one shows that it was not the longest: 2 of 1, 2, 4."""
+    text = UNEVEN.replace("(4, 2, 2, 9, 3, 2, 2)", "(1, 1, 2, 4, 4, 4, 4, 4)")
+    runs = Fitting(script_of(tmp_path, text), Request(steps=1), quiet)
+    assert runs.observe_longest().recorded == 3
+    assert runs.observe_longest() is runs.original
+    assert len(runs.notes) == 1
 
 
 def test_equal_steps_are_run_once(tmp_path: Path) -> None:

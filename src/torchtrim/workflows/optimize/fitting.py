@@ -55,6 +55,8 @@ _ROUNDS = 3  # corrections by measurement: the second mostly fits, and each one 
 _MOST_RECONSIDERED = 4  # arbitrary; each costs a run, and plans predicted to fit come first
 _LEVER_STEPS = 1  # timed ones: a lever's figures are not compared with the original's values
 _DIFFERS = 1.02  # peaks of like steps differ by less: a logger's values, an allocator's rounding
+_MOST_LONGER = 3  # recordings of a longer step: each costs a run, and shows a later step
+_LENGTHS = "the steps differ in length"
 _TIMES = 2  # steps with operator times, whose median discards a single slow operator
 _ALONE = {"micro_batch", "optimizer_in_backward"}
 """Not for a job of several ranks, which exchange gradients once, when backward has computed them."""
@@ -97,6 +99,7 @@ class Fitting:
         self._request = request
         self._progress = progress
         self.original: Trial | None = None
+        self._longer_runs = 0
         self._dropped: set[str] = set()
         self._last: tuple[str, ...] = ()
         self._planners: dict[tuple[int, str, frozenset[str]], Planner | Planners] = {}
@@ -125,21 +128,29 @@ class Fitting:
     def observe_longest(self) -> Trial:
         """Return the original's trial with the recording of its step with the highest peak."""
         original = self.observe()
-        first = original.request.warmup
-        peaks = {first + n: step.peak_bytes for n, step in enumerate(original.steps[first:])}
-        longest = max(peaks, key=peaks.__getitem__, default=-1)
-        if peaks.get(longest, 0) > _DIFFERS * peaks.get(original.recorded, math.inf):
-            known = [format_bytes(peak) for peak in sorted(peaks.values()) if peak]
-            self.notes.append(
-                f"the steps differ in length: peaks from {known[0]} to {known[-1]} in {len(known)} steps. "
-                "Planned for the longest seen; the budget applies to the highest of all, and a "
-                "longer step may still come"
-            )
+        while self._longer_runs < _MOST_LONGER:
+            first = original.request.warmup
+            peaks = {first + n: step.peak_bytes for n, step in enumerate(original.steps[first:])}
+            longest = max(peaks, key=peaks.__getitem__, default=-1)
+            if peaks.get(longest, 0) <= _DIFFERS * peaks.get(original.recorded, math.inf):
+                break
+            self._longer_runs += 1
+            self._say_lengths(peaks)
             later = max(self._request.total - longest - 1, 1)  # one has to be timed at least
             self._request = replace(self._request, warmup=longest, steps=later)
             trial = self._run(self._request, "original, its longest step")
             self.original = original = trials.with_overheads(trial)
         return original
+
+    def _say_lengths(self, peaks: dict[int, int]) -> None:
+        """Note that steps differ, in place of an earlier note about fewer of them."""
+        known = [format_bytes(peak) for peak in sorted(peaks.values()) if peak]
+        self.notes = [note for note in self.notes if not note.startswith(_LENGTHS)]
+        self.notes.append(
+            f"{_LENGTHS}: peaks from {known[0]} to {known[-1]} in {len(known)} steps. "
+            "Planned for the longest seen; the budget applies to the highest of all, and a "
+            "longer step may still come"
+        )
 
     def planner(self, original: Trial, only: str = "") -> Planner | Planners:
         """Return a planner for the observed step, without the dropped places.
