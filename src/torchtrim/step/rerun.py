@@ -82,9 +82,7 @@ def _of_span(step: Step, span: Span, kept: frozenset[str], early_stop: bool) -> 
     )
 
 
-def _saved_again(
-    step: Step, saved: Iterable[tuple[Drop, Hold]]
-) -> Iterator[tuple[Drop, Hold]]:
+def _saved_again(step: Step, saved: Iterable[tuple[Drop, Hold]]) -> Iterator[tuple[Drop, Hold]]:
     """Yield where backward, itself differentiated, saves one of these tensors: it has that of the rerun."""
     for drop, first in saved:
         differentiated = {*step.backward.get(first.saver, ())}
