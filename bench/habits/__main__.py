@@ -23,7 +23,7 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,17 +111,20 @@ def _all(chosen: argparse.Namespace, judge: Judge, root: Path) -> None:
     found: dict[str, dict[str, Any]] = {}
     unsound = 0  # scripts that torch itself does not run
     seeds = range(chosen.seed, chosen.seed + chosen.scripts)
+    name = "habits_verbs" if chosen.verbs else "habits"
     try:
         for seed, faults in judged(seeds, judge, root, chosen.seconds):
             if any(one.kind == "plain" for one in faults):
                 unsound += 1
+                if not chosen.no_save:
+                    _join(name, {str(seed): None})
                 continue
             for one in faults:
                 print(f"seed {seed} ({drawn(seed)})\n  {one.kind}: {one.shown}", flush=True)
             kinds = [one.kind for one in faults]
             found[str(seed)] = {"habits": str(drawn(seed)), "faults": kinds}
             if not chosen.no_save:  # each as it ends, since a batch may be ended at any moment
-                _join("habits_verbs" if chosen.verbs else "habits", {str(seed): found[str(seed)]})
+                _join(name, {str(seed): found[str(seed)]})
     except KeyboardInterrupt:
         pass
     faulty = {seed: one for seed, one in found.items() if one["faults"]}
@@ -132,16 +135,16 @@ def _all(chosen: argparse.Namespace, judge: Judge, root: Path) -> None:
     print(f"go on with seed {chosen.seed + len(found) + unsound}")
 
 
-def _join(name: str, found: dict[str, dict[str, Any]]) -> None:
-    """Add the scripts to those in the file, in place of those with the same seeds."""
+def _join(name: str, found: Mapping[str, dict[str, Any] | None]) -> None:
+    """Put the scripts in the place of those with the same seeds in the file. None: torch does not run it."""
     before = saved(name)
-    clean = {*map(str, before.get("clean", ())), *found}
-    faults = {**before.get("faults", {})}
+    clean = {*map(str, before.get("clean", ()))} - found.keys()
+    faults = {seed: one for seed, one in before.get("faults", {}).items() if seed not in found}
     for seed, one in found.items():
-        faults.pop(seed, None)
-        if one["faults"]:
+        if one is not None and one["faults"]:
             faults[seed] = one
-    clean -= faults.keys()
+        elif one is not None:
+            clean.add(seed)
     counts = Counter(kind for one in faults.values() for kind in one["faults"])
     summary = {
         "scripts": len(clean) + len(faults),

@@ -25,6 +25,8 @@ _NEEDED = re.compile(r"--memory (\d+) or more")
 _REFUSED = re.compile(r"^error: .*(cannot|was made for|supports|from the plan)", re.MULTILINE)
 _TRUTH = 1e-3
 """Share of a peak that the allocator's may differ by: allocations of other threads at the moment."""
+_ERROR = 1
+"""The exit code of a script that ends with an exception."""
 _TOTAL = 3
 """Steps that `--steps 1` needs."""
 _NUMBER = re.compile(r"-?\d+\.\d+")
@@ -57,6 +59,14 @@ class Case:
 
     def plain(self) -> Ended:
         return plain(self.script, self.fresh())
+
+    def is_sound(self, original: Ended) -> bool:
+        """Return True if the script ends as its habit says, not by an error of torch with that code."""
+        code = ENDS[self.habits.one["end"]].code
+        if original.code != code or code != _ERROR:
+            return original.code == code
+        one = {**self.habits.one, "end": PLAIN["end"]}
+        return Case(replace(self.habits, one=one), self.folder / "ended").plain().code == 0
 
     def kept(self) -> str:
         return kept(self.script, self.fresh())
@@ -115,8 +125,7 @@ def faults(habits: Habits, folder: Path, rng: random.Random) -> Iterator[Fault]:
     """Yield what is wrong under `diagnose`, under `plan` or `optimize`, and under `run` of that plan."""
     case = Case(habits, folder)
     original = case.plain()
-    expected = ENDS[habits.one["end"]].code
-    if original.code != expected:
+    if not case.is_sound(original):
         yield Fault("plain", _tail(original.errors))
         return
     good = (0, 3) if may_fail(habits) else (0,)
@@ -209,7 +218,7 @@ def faults_of_verbs(habits: Habits, folder: Path, rng: random.Random) -> Iterato
     """Yield what is wrong under every verb that takes a script, at a budget that is drawn."""
     case = Case(habits, folder)
     original = case.plain()
-    if original.code != ENDS[habits.one["end"]].code:
+    if not case.is_sound(original):
         yield Fault("plain", _tail(original.errors))
         return
     good = (0, 3) if may_fail(habits) else (0,)

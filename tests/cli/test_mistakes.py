@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -9,7 +11,7 @@ from typing import get_args
 import pytest
 from click.testing import CliRunner
 
-from torchtrim.cli.main import torchtrim
+from torchtrim.cli.main import main, torchtrim
 from torchtrim.cli.script_options import check_passed
 from torchtrim.cli.verbs.run import command as run
 from torchtrim.core.glossary import GLOSSARY, meaning
@@ -32,6 +34,21 @@ def refused(*words: str) -> str:
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("raise SystemExit('it ran')\n")
+
+
+def test_an_error_is_shown_though_the_script_has_put_another_stderr_in_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verb(**_: object) -> None:
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        raise ApplyFailed("the plan was made for another model")
+
+    monkeypatch.setattr(torchtrim, "main", verb)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == ApplyFailed("").exit_code
+    assert capsys.readouterr().err == "error: the plan was made for another model\n"
 
 
 @pytest.mark.parametrize("verb", ["optimize", "plan"])

@@ -86,7 +86,7 @@ def main() -> None:
     """Run the command line and exit with its code."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        code = torchtrim.main(standalone_mode=False)
+        code = _run_verb()
         sys.stdout.flush()
     except click.exceptions.Exit as error:
         code = error.exit_code
@@ -111,6 +111,16 @@ def main() -> None:
     output = sys.modules.get("torchtrim.cli.output")
     is_lost = output is not None and output.is_lost()
     sys.exit(code or (CRASHED if is_lost else 0))
+
+
+def _run_verb() -> Any:
+    """Run the verb. What a script in this process has put in the place of stderr gets none of our errors."""
+    own = sys.stderr
+    try:
+        return torchtrim.main(standalone_mode=False)
+    except TorchtrimError:
+        sys.stderr = own
+        raise
 
 
 def _say_defect(error: Exception) -> None:
