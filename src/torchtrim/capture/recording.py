@@ -164,7 +164,7 @@ class Recording(Listener):
         graded = torch.is_grad_enabled()
         if running.depth == 0 and not graded:
             recorder.phase = running.phase
-        elif running.depth == 0:
+        elif running.depth >= 0:  # of each call, since the caller may drop a result with its graph
             recorder.saved.read(tensors_in(output))
         if running.depth >= 0 and number >= 0:
             last = len(recorder.operators)

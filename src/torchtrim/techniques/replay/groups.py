@@ -17,6 +17,7 @@ _LEAST_SHARE = 0.001  # Smaller tensors are not worth a recipe: a hundred are a 
 _LEAST_BYTES = 16_384  # Smaller tensors are not much larger than a recipe, a few Python objects.
 _MOST_MEMBERS = 8  # Arbitrary: larger groups approach recompute of the whole module.
 _DEEPEST = 3  # Arbitrary: deeper chains cost more reruns for each saved byte.
+_MOST_UNREAD = 64  # Arbitrary: a bound for the places of a plan; nothing of them reruns.
 
 
 class GroupCall(NamedTuple):
@@ -41,9 +42,10 @@ class GroupCall(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The same operators in all calls of a module."""
+    """The same operators in all calls of a module. `unread`: no backward of the step reads their results."""
 
     calls: tuple[GroupCall, ...]
+    unread: bool = False
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -89,17 +91,60 @@ class _GroupFinder:
             if call is not None:
                 sets[frozenset(made.tensor for made in members)] = members, call
                 wanted[call].add(target)
-        for members, call in sets.values():
-            group = GroupCall(members, call, len(wanted[call]))
+        unread = self._unread_sets()
+        for members, call in (*sets.values(), *unread):
+            group = GroupCall(members, call, max(len(wanted[call]), 1))
             first = call.span.first
             runs = tuple(self._reader.ordinal(task, first) for task in group.tasks)
             groups[ReplayPlace(self._step.modules[call.module].path, runs)].append(group)
         calls = index_of(self._step).calls
         return {
-            str(place): Group(tuple(several))
+            str(place): Group(
+                tuple(several), unread=(several[0].members, several[0].call) in unread
+            )
             for place, several in groups.items()
             if len(several) == sum(call.graded for call in calls[several[0].call.module])
         }
+
+    def _unread_sets(self) -> list[tuple[tuple[Remake, ...], StepCall]]:
+        """Return, for each call, the tensors of it that a graph saves which is dropped without a backward."""
+        found: defaultdict[StepCall, dict[int, Remake]] = defaultdict(dict)
+        for number, tensor in enumerate(self._step.tensors):
+            shorter = tensor.bytes >= self._least and self._unsaved_end(number) < tensor.death
+            if not shorter or (made := self._unread(number)) is None:
+                continue
+            members = self._with_freed_inputs(made)
+            call = self._call_of(_in_order(members))
+            if call is not None and len(found[call] | members) <= _MOST_UNREAD:
+                found[call] |= members
+        return [(_in_order(members), call) for call, members in found.items() if members]
+
+    def _unread(self, number: int) -> Remake | None:
+        """Return how a tensor is computed if no backward of the step reads it."""
+        made = self._reader.made(number)
+        if made is None or made.elements or made.asked >= 0:
+            return None
+        return made if made.dropped < len(self._step.tasks) else None
+
+    def _unsaved_end(self, number: int) -> int:
+        """Return the end of a tensor's life if no graph saved it."""
+        tensor = self._step.tensors[number]
+        saves = (place for place, hold in enumerate(tensor.holds) if hold.saver >= 0)
+        return tensor.end({*saves}, ())
+
+    def _with_freed_inputs(self, target: Remake) -> dict[int, Remake]:
+        """Return a tensor with the large ones that it is computed from and that only its graph would keep."""
+        members, waiting = {target.tensor: target}, [target]
+        while waiting:
+            for number in waiting.pop().inputs:
+                is_small = self._step.tensors[number].bytes < self._least
+                kept = self._reader.is_state(number) or self._unsaved_end(number) >= target.dropped
+                if number in members or kept or is_small:
+                    continue
+                if (made := self._unread(number)) is not None:
+                    members[number] = made
+                    waiting.append(made)
+        return members
 
     def _sets(self) -> Iterator[tuple[int, tuple[Remake, ...]]]:
         """Yield sets for each saved tensor: alone, with one of its inputs, with all of them, and further

@@ -59,6 +59,11 @@ class Remake(NamedTuple):
         """End of the last backward task that reads it."""
         return max((hold.until for _, hold in self.holds if hold.asked >= 0), default=-1)
 
+    @property
+    def dropped(self) -> int:
+        """Task before which the last graph that saved it is gone; -1 if none did."""
+        return max((hold.until for _, hold in self.holds), default=-1)
+
 
 class RemakeReader:
     """Finds out how tensors of a step can be recomputed."""

@@ -205,6 +205,12 @@ class Recipe:
         self.pinned = True
         self.steps = [NEVER for _ in self.steps]
 
+    def lose(self) -> None:
+        """Give the value up, because an input is about to change and no backward is expected to ask."""
+        if self._value is None:
+            self.steps = [_LOST for _ in self.steps]
+            self._settle()
+
     def _again(self) -> torch.Tensor:
         if self._value is not None:
             return self._value
@@ -269,6 +275,17 @@ def _never() -> None:
 _DRAWN = 2  # The steps that allocate and draw.
 NEVER = RecipeStep(_never, (), {})
 """A step that must not rerun."""
+
+
+def _lost() -> None:
+    raise ApplyFailed(
+        "backward runs through a graph that no step ran backward through when the plan was made, and what "
+        "its saved tensors are computed from has changed since. The run stops before a gradient is wrong. "
+        "Remove this place, of `replay` with `unread`, from the plan, or plan again from a step that does so."
+    )
+
+
+_LOST = RecipeStep(_lost, (), {})
 
 
 @contextlib.contextmanager

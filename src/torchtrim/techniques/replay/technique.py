@@ -12,6 +12,11 @@ While such a module runs, a dispatch mode records how the named results are comp
 store a recipe instead of the tensor. Tensors written in place afterwards are kept. Random operators never
 rerun: dropout noise is kept as one bit per element, which is exact. A batch norm reruns with the statistics
 of its first run. Under other saved-tensor hooks, such as a checkpoint in the script, everything is kept.
+
+With `unread` the results were saved for a graph that the script drops without a backward, such as that of a
+distance of which only the argmin is used, or of a metric. They may be computed from what changes soon after,
+as a codebook does. If a later step does run backward through that graph, they rerun if their inputs are
+still the same, and otherwise the run stops.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from torchtrim.executor.places import wrong_options
 from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
@@ -30,36 +36,46 @@ from torchtrim.techniques.replay.groups import GroupCall, groups_of
 from torchtrim.techniques.replay.reading import Remake
 from torchtrim.techniques.replay.table import BATCH_NORMS, NAMESPACE, norm_share
 
+_UNREAD = "unread"
+
 
 class Replay(TechniqueUnit):
     """`where` holds places such as `Net.mlp:gelu.0`."""
 
     name = "replay"
     does = "rerun single operators in backward instead of keeping their results"
+    takes = (_UNREAD,)
     equivalence = "BITWISE"
     assumes = (
         "no hooks on saved tensors",
         "what is computed from again stays the same until backward",
+        "graphs that no backward read are read by none after what they are computed from has changed",
     )
     unseen = ("nothing writes through `.data` between forward and backward",)
 
     def options(self, step: Step) -> Sequence[Option]:
         """Return each tensor worth dropping, alone and with its inputs."""
-        return [Option(self.name, where, group.spans) for where, group in groups_of(step).items()]
+        return [
+            Option(self.name, where, group.spans, None, ((_UNREAD, True),) if group.unread else ())
+            for where, group in groups_of(step).items()
+        ]
 
     def edits(self, step: Step, option: Option) -> Edit | None:
         """Drop the tensors, and recompute them when backward reads them."""
         group = groups_of(step).get(option.where)
         if group is None:
             return None
-        edit = joined(edit_of(step, one) for one in group.calls)
+        edit = joined(edit_of(step, one, unread=group.unread) for one in group.calls)
         return edit if _saves(step, edit) else None
 
     def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Watch the named operators. If it raises `ApplyFailed`, the model is unchanged."""
         from torchtrim.techniques.replay.watching import watch
 
-        return watch(roots, technique.where)
+        unread = technique.options.get(_UNREAD, False)
+        if type(unread) is not bool or technique.options.keys() - {_UNREAD}:
+            raise wrong_options(technique, f"at most one option, `{_UNREAD}`, true or false")
+        return watch(roots, technique.where, unread=unread)
 
 
 TECHNIQUE = Replay()
@@ -94,8 +110,11 @@ class _Recomputation(NamedTuple):
     kept: int
 
 
-def edit_of(step: Step, group: GroupCall) -> Edit:
-    """Return the edit of one call: drop the members, recompute them at first use, hold them to the last."""
+def edit_of(step: Step, group: GroupCall, *, unread: bool = False) -> Edit:
+    """Return the edit of one call: drop the members, recompute them at first use, hold them to the last.
+
+    `unread`: there is no use, and their inputs are kept as long as the graph that saved them.
+    """
     again, span = _moments(group.members), group.call.span
     by_moment: defaultdict[int, list[_Recomputation]] = defaultdict(list)
     for one in again:
@@ -104,7 +123,7 @@ def edit_of(step: Step, group: GroupCall) -> Edit:
     inserts = (_insert(step, at, several) for at, several in sorted(by_moment.items()))
     return Edit(
         drops=tuple(Drop(m.tensor, place) for m in group.members for place, _ in m.holds),
-        needs=tuple(_needs(step, again)),
+        needs=tuple(_needs(step, _dropped(group.members) if unread else again)),
         blocks=(
             *(
                 Block(step.tensors[one.made.tensor].bytes, one.at, one.until)
@@ -133,6 +152,12 @@ def _moments(members: tuple[Remake, ...]) -> list[_Recomputation]:
             kept = max((made.until, *(one.kept for one in users)))
             moments[made.tensor] = _Recomputation(made, min(asked), until, kept)
     return [moments[made.tensor] for made in members if made.tensor in moments]
+
+
+def _dropped(members: tuple[Remake, ...]) -> list[_Recomputation]:
+    """Return members that nothing asks for, with the task before which their graph is gone."""
+    ends = max(made.dropped for made in members)
+    return [_Recomputation(made, ends, ends, ends) for made in members]
 
 
 def _needs(step: Step, again: list[_Recomputation]) -> list[Need]:

@@ -46,13 +46,16 @@ from torchtrim.techniques.replay.recipes import (
 from torchtrim.techniques.replay.table import BATCH_NORMS, DRAW, NOISE, may_rerun
 
 
-def watch(roots: Mapping[str, nn.Module], where: Sequence[str]) -> Handle:
-    """Watch the modules of these places. If it raises `ApplyFailed`, the modules are unchanged."""
+def watch(roots: Mapping[str, nn.Module], where: Sequence[str], *, unread: bool = False) -> Handle:
+    """Watch the modules of these places. If it raises `ApplyFailed`, the modules are unchanged.
+
+    `unread`: no backward is expected to ask for these results.
+    """
     places: defaultdict[str, list[ReplayPlace]] = defaultdict(list)
     for place in map(place_of, where):
         places[place.path].append(place)
     watcher = ReplayWatcher(
-        {run.name for several in places.values() for p in several for run in p.runs}
+        {run.name for several in places.values() for p in several for run in p.runs}, unread=unread
     )
     by_first = {str(several[0]): several for several in places.values()}
 
@@ -109,8 +112,9 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
     Records are dropped at the end of their call. After that only autograd's saved tensors hold recipes.
     """
 
-    def __init__(self, roles: set[str]) -> None:
+    def __init__(self, roles: set[str], *, unread: bool = False) -> None:
         super().__init__("replay", roles, KeptTensor.detached, nests=True)
+        self._leave_to_change = Recipe.lose if unread else Recipe.pin
         self._noted: dict[int, _StorageRecord] = {}
         self._readers: dict[int, list[Recipe]] = {}
 
@@ -234,7 +238,7 @@ class ReplayWatcher(SavedTensorWatcher[_WatchedCall]):
         for number in numbers:
             for recipe in self._readers.pop(number, ()):
                 with unnumbered():
-                    recipe.pin()
+                    self._leave_to_change(recipe)
         noted = self._noted.get(numbers[0]) if found is not None else None
         if found is not None and noted is not None and _may_add(noted, found, written):
             step = self._step(func, (SELF, *args[1:]), kwargs, kind, found)
