@@ -14,7 +14,7 @@ from torchtrim.executor.block_state import version_of
 from torchtrim.executor.failing import note
 from torchtrim.executor.ordinals import storage_number, unnumbered
 from torchtrim.executor.saved_tensors import detached, geometry_of, when_asked
-from torchtrim.techniques.replay.table import TYPES, is_dense
+from torchtrim.techniques.replay.table import CONJUGATING, TYPES, is_dense
 
 _NINTHS = -0x7FBFDFEFF7FBFDFF
 """0x8040201008040201 as a signed number. Multiplying eight bytes of 0 or 1, read as one number, by it gathers
@@ -216,7 +216,7 @@ class Recipe:
             return self._value
         try:
             with as_first():
-                value = self._run()
+                value = _conjugated(self._run())
         except Exception as error:
             note(error, self.path)
             raise
@@ -260,6 +260,20 @@ class Noise(Recipe):
         assert self._bits is not None
         flat = unpacked(self._bits, self._dtype)
         return _written(torch.as_strided(flat, self._size, self._stride), self.steps[_DRAWN:])
+
+
+_NODES = frozenset(CONJUGATING.values())
+
+
+def _conjugated(value: torch.Tensor) -> torch.Tensor:
+    """Return a new complex tensor as the conjugate of its conjugate, if autograd asks for it to conjugate it.
+
+    Then autograd reads the memory as it is; else its products would copy the whole tensor to conjugate it.
+    """
+    node = torch._C._current_autograd_node() if value.is_complex() else None
+    if node is None or node.name() not in _NODES:
+        return value
+    return value.conj_physical_().conj()
 
 
 def _written(value: torch.Tensor, steps: Iterable[RecipeStep]) -> torch.Tensor:

@@ -58,6 +58,19 @@ SCALES = frozenset(("div_", "mul_"))
 _ATTENTION = kernels_of("scaled_dot_product_attention")
 
 
+CONJUGATING = {
+    "exp": "ExpBackward0",
+    "mul": "MulBackward0",
+    "mm": "MmBackward0",
+    "bmm": "BmmBackward0",
+}
+"""Operators whose gradient is one with the conjugate of what they save, and autograd's nodes for them.
+
+The formulas are in torch's derivatives.yaml and FunctionsManual.cpp: exp is `grad * result.conj()`, mul
+`grad * other.conj()`, a product `grad.mm(mat2.t().conj())`.
+"""
+
+
 def may_rerun(name: str, dropout: float) -> bool:
     """Return True if a rerun of a call returns the same bits. Attention with dropout draws numbers."""
     if name not in _ATTENTION:

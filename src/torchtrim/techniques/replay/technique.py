@@ -12,6 +12,8 @@ While such a module runs, a dispatch mode records how the named results are comp
 store a recipe instead of the tensor. Tensors written in place afterwards are kept. Random operators never
 rerun: dropout noise is kept as one bit per element, which is exact. A batch norm reruns with the statistics
 of its first run. Under other saved-tensor hooks, such as a checkpoint in the script, everything is kept.
+Complex tensors are recomputed as the conjugate of their conjugate, since gradients of products and of `exp`
+conjugate them, which takes a copy of each otherwise.
 
 With `unread` the results were saved for a graph that the script drops without a backward, such as that of a
 distance of which only the argmin is used, or of a metric. They may be computed from what changes soon after,
@@ -29,12 +31,12 @@ from torchtrim.executor.places import wrong_options
 from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
-from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
+from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise, drops_of, joined
 from torchtrim.step.simulate import deaths
 from torchtrim.step.step import DEVICE, Span, Step
 from torchtrim.techniques.replay.groups import GroupCall, groups_of
 from torchtrim.techniques.replay.reading import Remake
-from torchtrim.techniques.replay.table import BATCH_NORMS, NAMESPACE, norm_share
+from torchtrim.techniques.replay.table import BATCH_NORMS, CONJUGATING, NAMESPACE, norm_share
 
 _UNREAD = "unread"
 
@@ -120,9 +122,13 @@ def edit_of(step: Step, group: GroupCall, *, unread: bool = False) -> Edit:
     for one in again:
         by_moment[one.at].append(one)
     noise = [one for one in again if one.made.elements]
+    copies = _conjugates(step, again)
     inserts = (_insert(step, at, several) for at, several in sorted(by_moment.items()))
     return Edit(
-        drops=tuple(Drop(m.tensor, place) for m in group.members for place, _ in m.holds),
+        drops=(
+            *(Drop(m.tensor, place) for m in group.members for place, _ in m.holds),
+            *drops_of(step, (number for task in copies for number in step.made_by[task])),
+        ),
         needs=tuple(_needs(step, _dropped(group.members) if unread else again)),
         blocks=(
             *(
@@ -137,6 +143,7 @@ def edit_of(step: Step, group: GroupCall, *, unread: bool = False) -> Edit:
             *(_packing(step, one.made) for one in noise),
             Insert(span.first, (span.last - span.first) * step.overhead.watched / group.sharing, 0),
         ),
+        rises=tuple(Rise(task, 0) for task in copies),
         claims=tuple(Span(task, task + 1) for task in sorted({*group.tasks, *group.savers})),
     )
 
@@ -152,6 +159,31 @@ def _moments(members: tuple[Remake, ...]) -> list[_Recomputation]:
             kept = max((made.until, *(one.kept for one in users)))
             moments[made.tensor] = _Recomputation(made, min(asked), until, kept)
     return [moments[made.tensor] for made in members if made.tensor in moments]
+
+
+def _conjugates(step: Step, again: list[_Recomputation]) -> list[int]:
+    """Return the tasks of backward that copy a complex member to conjugate it, which recipes spare."""
+    found = []
+    for made in (one.made for one in again):
+        savers = [saver for saver in made.savers if saver >= 0]
+        if not all(_conjugating(step, saver) for saver in savers):
+            continue
+        for saver in savers:
+            for task in step.backward.get(saver, ()):
+                if step.tasks[task].reads == (made.tensor,) and _copies_conjugate(step, task):
+                    found.append(task)
+    return found
+
+
+def _conjugating(step: Step, saver: int) -> bool:
+    return base_name(step.tasks[saver].name).removeprefix(NAMESPACE) in CONJUGATING
+
+
+def _copies_conjugate(step: Step, task: int) -> bool:
+    """Return True for a copy of a tensor that the operator before it conjugated."""
+    copy, before = step.tasks[task], step.tasks[task - 1]
+    names = base_name(before.name), base_name(copy.name)
+    return names == ("aten::_conj", "aten::clone") and before.reads == copy.reads
 
 
 def _dropped(members: tuple[Remake, ...]) -> list[_Recomputation]:
