@@ -253,7 +253,7 @@ def test_an_unpacked_recipe_is_destroyed_without_running_python() -> None:
     """An interrupt by the user is lost if it arrives in a `__del__`, which backward calls by the thousand."""
     left = []
     recipe: Any = SimpleNamespace(
-        users=0, view=lambda _: torch.ones(1), leave=lambda: left.append(1)
+        users=0, view=lambda _, asked: torch.ones(1), leave=lambda: left.append(1)
     )
     saved = recipes.AwaitedRecipe(recipes.RecipeView(recipe, (1,), (1,), 0, 0))
     assert recipe.users == 1

@@ -107,4 +107,5 @@ def test_what_is_predicted_is_measured(name: str) -> None:
             technique = Technique(name="replay", where=(option.where,))
             TECHNIQUE.apply({type(model).__name__: model}, technique)
             measured = simulate(step_of(record(train_step(model, batch, "SGD")))).peak_bytes
-            assert measured <= simulate(step, [edit]).peak_bytes, option.where
+            predicted = simulate(step, [edit]).peak_bytes
+            assert measured <= predicted <= 1.06 * measured, option.where

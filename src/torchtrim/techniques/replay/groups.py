@@ -136,12 +136,12 @@ class _GroupFinder:
         """Return a tensor with the large ones that it is computed from and that only its graph would keep."""
         members, waiting = {target.tensor: target}, [target]
         while waiting:
-            for number in waiting.pop().inputs:
+            for number, task in self._reads(waiting.pop()):
                 is_small = self._step.tensors[number].bytes < self._least
                 kept = self._reader.is_state(number) or self._unsaved_end(number) >= target.dropped
                 if number in members or kept or is_small:
                     continue
-                if (made := self._unread(number)) is not None:
+                if self._reader.made_for(number, task) and (made := self._unread(number)):
                     members[number] = made
                     waiting.append(made)
         return members
@@ -184,7 +184,7 @@ class _GroupFinder:
             for number, task in self._reads(made):
                 kept = self._reader.is_state(number) or self._step.tensors[number].death >= until
                 is_freed = number not in members and not kept
-                if is_freed and (more := self._reader.made(number)) is not None:
+                if is_freed and (more := self._reader.made_for(number, task)) is not None:
                     members[number] = more
                     waiting.append(more)
                 # An input must have its original value at the rerun.
@@ -196,8 +196,12 @@ class _GroupFinder:
         return len(members) <= _MOST_MEMBERS
 
     def _remakeable_inputs(self, members: dict[int, Remake]) -> dict[int, Remake]:
-        inputs = {n for made in members.values() for n in made.inputs if n not in members}
-        return {n: made for n in sorted(inputs) if (made := self._reader.made(n)) is not None}
+        reads = {one for made in members.values() for one in self._reads(made)}
+        return {
+            number: made
+            for number, task in sorted(reads)
+            if number not in members and (made := self._reader.made_for(number, task)) is not None
+        }
 
     def _reads(self, made: Remake) -> Iterator[tuple[int, int]]:
         for task in made.tasks:

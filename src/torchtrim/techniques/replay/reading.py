@@ -113,6 +113,19 @@ class RemakeReader:
             self._known[tensor] = self._make(tensor)
         return self._known[tensor]
 
+    def made_for(self, tensor: int, task: int) -> Remake | None:
+        """Return how a tensor can be recomputed for a task that reads it in the dtype it was made in."""
+        made = self.made(tensor)
+        return made if made is not None and self._is_read_as_made(made, task) else None
+
+    def _is_read_as_made(self, made: Remake, task: int) -> bool:
+        """Return False for a complex tensor that is read as pairs of numbers, and other views of bits."""
+        uses = self._profile.operators[task].inputs
+        storages = [*dict.fromkeys(use.storage for use in uses)]
+        reads = dict(zip(self.step.tasks[task].reads, storages, strict=False))
+        kind = self._profile.operators[made.tasks[0]].outputs[0].dtype
+        return all(u.dtype == kind for u in uses if u.storage == reads.get(made.tensor))
+
     def _make(self, number: int) -> Remake | None:
         tensor = self.step.tensors[number]
         if tensor.birth < 0 or tensor.pool != DEVICE or tensor.kind in STATE:

@@ -95,9 +95,9 @@ class RecipeView(NamedTuple):
     offset: int
     steps: int
 
-    def get(self) -> torch.Tensor:
-        """Return the view of the recomputed tensor."""
-        return self.recipe.view(self)
+    def get(self, *, asked: bool = False) -> torch.Tensor:
+        """Return the view of the recomputed tensor. `asked`: by autograd, not for another recipe."""
+        return self.recipe.view(self, asked=asked)
 
 
 class SavedRecipe:
@@ -110,7 +110,7 @@ class SavedRecipe:
 
     def get(self) -> torch.Tensor:
         """Return the recomputed tensor."""
-        return self._part.get()
+        return self._part.get(asked=True)
 
 
 class AwaitedRecipe(SavedRecipe):
@@ -129,7 +129,7 @@ class AwaitedRecipe(SavedRecipe):
     def get(self) -> torch.Tensor:
         """Return the recomputed tensor, and leave."""
         try:
-            return self._part.get()
+            return self._part.get(asked=True)
         finally:
             self.__class__ = SavedRecipe  # type: ignore[assignment]
             when_asked(self._part.recipe.leave)
@@ -181,14 +181,14 @@ class Recipe:
 
     __del__ = _settle
 
-    def view(self, part: RecipeView) -> torch.Tensor:
+    def view(self, part: RecipeView, *, asked: bool = False) -> torch.Tensor:
         """Return a view of the recomputed value."""
         if part.steps != len(self.steps):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
                 "operation after it was saved."
             )
-        value = self._again()
+        value = self._again(asked=asked)
         if (part.size, part.stride, part.offset) == geometry_of(value):
             return value
         return torch.as_strided(value, part.size, part.stride, part.offset)
@@ -211,12 +211,12 @@ class Recipe:
             self.steps = [_LOST for _ in self.steps]
             self._settle()
 
-    def _again(self) -> torch.Tensor:
+    def _again(self, *, asked: bool = False) -> torch.Tensor:
         if self._value is not None:
             return self._value
         try:
             with as_first():
-                value = _conjugated(self._run())
+                value = _conjugated(self._run()) if asked else self._run()
         except Exception as error:
             note(error, self.path)
             raise

@@ -122,7 +122,8 @@ def edit_of(step: Step, group: GroupCall, *, unread: bool = False) -> Edit:
     for one in again:
         by_moment[one.at].append(one)
     noise = [one for one in again if one.made.elements]
-    copies = _conjugates(step, again)
+    conjugates = [*_conjugates(step, again)]
+    copies = [task for task in conjugates if _is_copy(step, task)]
     inserts = (_insert(step, at, several) for at, several in sorted(by_moment.items()))
     return Edit(
         drops=(
@@ -143,7 +144,7 @@ def edit_of(step: Step, group: GroupCall, *, unread: bool = False) -> Edit:
             *(_packing(step, one.made) for one in noise),
             Insert(span.first, (span.last - span.first) * step.overhead.watched / group.sharing, 0),
         ),
-        rises=tuple(Rise(task, 0) for task in copies),
+        rises=tuple(Rise(task, _made_bytes(step, task, copies)) for task in conjugates),
         claims=tuple(Span(task, task + 1) for task in sorted({*group.tasks, *group.savers})),
     )
 
@@ -161,29 +162,33 @@ def _moments(members: tuple[Remake, ...]) -> list[_Recomputation]:
     return [moments[made.tensor] for made in members if made.tensor in moments]
 
 
-def _conjugates(step: Step, again: list[_Recomputation]) -> list[int]:
-    """Return the tasks of backward that copy a complex member to conjugate it, which recipes spare."""
-    found = []
-    for made in (one.made for one in again):
+def _conjugates(step: Step, again: list[_Recomputation]) -> Iterator[int]:
+    """Yield the tasks of backward that copy a complex member to conjugate it, which recipes spare."""
+    nested = {number for one in again for number in one.made.inputs}
+    for made in (one.made for one in again if one.made.tensor not in nested):
         savers = [saver for saver in made.savers if saver >= 0]
-        if not all(_conjugating(step, saver) for saver in savers):
-            continue
-        for saver in savers:
-            for task in step.backward.get(saver, ()):
-                if step.tasks[task].reads == (made.tensor,) and _copies_conjugate(step, task):
-                    found.append(task)
-    return found
+        if all(_conjugating(step, saver) for saver in savers):
+            every = (task for saver in savers for task in step.backward.get(saver, ()))
+            yield from (task for task in every if _reads_conjugate(step, task, made.tensor))
 
 
 def _conjugating(step: Step, saver: int) -> bool:
     return base_name(step.tasks[saver].name).removeprefix(NAMESPACE) in CONJUGATING
 
 
-def _copies_conjugate(step: Step, task: int) -> bool:
-    """Return True for a copy of a tensor that the operator before it conjugated."""
-    copy, before = step.tasks[task], step.tasks[task - 1]
-    names = base_name(before.name), base_name(copy.name)
-    return names == ("aten::_conj", "aten::clone") and before.reads == copy.reads
+def _reads_conjugate(step: Step, task: int, number: int) -> bool:
+    """Return True if a task reads a tensor that the one before it conjugated."""
+    before = step.tasks[task - 1]
+    conjugated = base_name(before.name) == f"{NAMESPACE}_conj" and number in before.reads
+    return conjugated and number in step.tasks[task].reads
+
+
+def _made_bytes(step: Step, task: int, gone: list[int]) -> int:
+    return 0 if task in gone else sum(step.tensors[n].bytes for n in step.made_by[task])
+
+
+def _is_copy(step: Step, task: int) -> bool:
+    return base_name(step.tasks[task].name) == f"{NAMESPACE}clone"
 
 
 def _dropped(members: tuple[Remake, ...]) -> list[_Recomputation]:
