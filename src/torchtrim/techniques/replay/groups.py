@@ -210,7 +210,10 @@ class _GroupFinder:
                     yield number, task
 
     def _call_of(self, members: tuple[Remake, ...]) -> StepCall | None:
-        every = [task for made in members for task in (*made.tasks, *made.savers)]
+        # A backward that is differentiated again saves what it unpacked, outside of the call.
+        savers = (saver for made in members for saver in made.savers)
+        own = [saver for saver in savers if self._step.tasks[saver].phase != "backward"]
+        every = [*own, *(task for made in members for task in made.tasks)]
         first, last = min(every), max(every)
         call, modules = self._innermost.get(first), self._step.modules
         while call is not None and (last >= call.span.last or modules[call.module].hooked):
