@@ -28,6 +28,7 @@ _SHAPED = frozenset(
         *("cat", "stack", "constant_pad_nd", "reflection_pad2d", "replication_pad2d", "roll"),
         *("_softmax", "_log_softmax", "_safe_softmax", "avg_pool2d", "upsample_nearest2d"),
         *("upsample_bilinear2d", "repeat", "sum", "mean"),
+        *("index", "index_select", "gather", "embedding"),
     )
 )
 _PRODUCTS = frozenset(
