@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import torchtrim
+from capture.loops import record
 from steps import encoder, fitting, squared, train_step
 from torchtrim.dryrun.workspace import needed
 from torchtrim.errors import ApplyFailed
@@ -107,6 +108,48 @@ def test_scratch_of_a_part_is_that_of_its_own_kernel(
     TECHNIQUE.apply({"Sequential": net}, plan_of("Sequential", parts))
     measured = fitting(step).observe().peak_bytes
     assert abs(predicted - measured) <= 0.015 * measured
+
+
+class Noisy(nn.Module):
+    """Draws numbers like a tensor of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(x) * torch.rand_like(x)
+
+
+class Twice(nn.Module):
+    """Uses its layers on two parts of its input, so that each parameter has two gradients to add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.layers(part) for part in (x[:0], x)])
+
+
+def by_hand(net: nn.Module, x: torch.Tensor) -> None:
+    """Steps whose gradients are gone when they end, as where `zero_grad` begins the next."""
+    for _ in range(3):
+        net(x).square().mean().backward()
+        with torch.no_grad():
+            for one in net.parameters():
+                assert one.grad is not None
+                one -= 0.01 * one.grad
+        net.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [Noisy, Twice])
+def test_the_peak_of_a_step_by_hand_is_predicted_to_the_byte(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    net, batch = nn.Sequential(kind(), kind()), torch.randn(512, 32)
+    predicted = peak_in_parts(step_of(record(lambda: by_hand(net, batch))), ["Sequential"])
+    TECHNIQUE.apply({"Sequential": net}, plan_of("Sequential", 2))
+    assert predicted == simulate(step_of(record(lambda: by_hand(net, batch)))).peak_bytes
 
 
 def peak_in_parts(step: Step, where: Sequence[str]) -> int:

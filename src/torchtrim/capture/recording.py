@@ -175,7 +175,10 @@ class Recording(Listener):
         self._phase_starts("backward")
 
     def backward_ends(self) -> None:
+        """Name the gradients, which a program that updates by hand may drop before the step ends."""
         self._phase_ends()
+        if not self._phases:
+            self._name_gradients(())
 
     def optimizer_starts(self, optimizer: torch.optim.Optimizer) -> None:
         self._phase_starts("optimizer")
@@ -232,9 +235,12 @@ class Recording(Listener):
         for kind, name, tensor in self._modules.named_tensors():
             self.recorder.name(tensor, kind, name)
 
-    def _name_made(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _name_gradients(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for name, gradient in _gradients(self._modules, optimizers):
             self.recorder.name(gradient, "gradient", name)
+
+    def _name_made(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._name_gradients(optimizers)
         for name, state in _states(optimizers):
             self.recorder.name(state, "optimizer_state", name)
 

@@ -210,7 +210,17 @@ class _PartsEdit:
         for task in self._tasks:
             if any(n in found for n in self._step.tasks[task].reads):
                 found.update(self._step.tasks[task].makes)
-        return frozenset(n for n in found - self._added if tensors[n].kind not in STATE)
+        found -= self._added | self._summed
+        return frozenset(n for n in found if tensors[n].kind not in STATE)
+
+    @cached_property
+    def _summed(self) -> frozenset[int]:
+        """Gradients of one use of a parameter that has several in a call, which autograd adds up."""
+        found = {n for n in self._made if self._step.tensors[n].kind == "gradient"}
+        for task in map(self._step.tasks.__getitem__, reversed(self._tasks)):
+            if base_name(task.name) == _ADD and not found.isdisjoint(task.makes):
+                found.update(task.reads)
+        return frozenset(found)
 
     def _size(self, number: int) -> int:
         tensor = self._step.tensors[number]
@@ -222,10 +232,17 @@ class _PartsEdit:
         step = self._step
         task = step.tasks[index]
         if step.operators[index].random:
-            return max(task.transient, sum(step.tensors[n].bytes for n in task.makes))
+            drawn = sum(step.tensors[n].bytes for n in task.makes)
+            return max(task.transient, drawn) + self._beside(index, drawn)
         made = step.made_by[index]
         own = sum(step.tensors[n].bytes for n in made if step.tensors[n].pool == DEVICE)
         return sum(map(self._size, made)) + self._scratch(index, max(task.transient - own, 0))
+
+    def _beside(self, index: int, drawn: int) -> int:
+        """Return what is alive beside numbers drawn for all samples: a model tensor, the part's own."""
+        task, made = self._step.tasks[index], self._step.made_by[index]
+        is_like = base_name(task.name).endswith("_like") and self._of_batch.issuperset(made)
+        return drawn + sum(map(self._size, made)) if is_like else 0
 
     def _scratch(self, index: int, scratch: int) -> int:
         """Return a part's scratch: less what shrinks with the samples."""
@@ -299,6 +316,7 @@ class _PartsEdit:
         return sum(step.tasks[i].seconds for i in range(*self._span) if step.operators[i].random)
 
 
+_ADD = "aten::add"
 _CONVOLUTIONS = {"aten::convolution": 0, "aten::convolution_backward": 1}
 """Where their input is among their tensors; the weights follow."""
 _MOST_ELEMENTS, _MOST_WIDTH, _ITEM = 20_480, 3, 4
