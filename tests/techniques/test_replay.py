@@ -16,6 +16,7 @@ from torch import nn
 
 import torchtrim
 from steps import squared, train_step
+from torchtrim import TrainStep
 from torchtrim.errors import ApplyFailed
 from torchtrim.records.plan import Technique
 from torchtrim.records.profile import Profile
@@ -160,6 +161,27 @@ def test_it_goes_with_recomputed_blocks() -> None:
     model.load_state_dict(twin.state_dict())
     model.zero_grad()
     assert all(map(torch.equal, run(model, batch), run(twin, batch)))
+
+
+def test_each_backward_of_a_retained_graph_recomputes_for_itself() -> None:
+    """Nothing that the first backward recomputed is alive between the two."""
+
+    def twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = squared(model, x)
+        loss.backward(retain_graph=True)
+        return loss * 0.5
+
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(32, 256), nn.Sigmoid(), nn.Linear(256, 32)) for _ in range(3))
+    model, batch = nn.Sequential(*layers), torch.randn(512, 32)
+    step = TrainStep(model, twice, torch.optim.SGD(model.parameters(), 0.1), batch)
+    recorded = step_of(torchtrim.record(step))
+    places = apart(recorded, short=False)
+    edits = [TECHNIQUE.edits(recorded, o) for o in TECHNIQUE.options(recorded) if o.where in places]
+    predicted = simulate(recorded, [edit for edit in edits if edit is not None]).peak_bytes
+    assert predicted < 0.9 * simulate(recorded).peak_bytes
+    TECHNIQUE.apply({"Sequential": model}, planned(places))
+    assert simulate(step_of(torchtrim.record(step))).peak_bytes == predicted
 
 
 def test_a_recomputed_block_excludes_places_in_it() -> None:

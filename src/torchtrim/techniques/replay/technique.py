@@ -24,7 +24,7 @@ still the same, and otherwise the run stops.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torchtrim.executor.places import wrong_options
@@ -32,8 +32,9 @@ from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
 from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise, drops_of, joined
+from torchtrim.step.index import index_of
 from torchtrim.step.simulate import deaths
-from torchtrim.step.step import DEVICE, Span, Step
+from torchtrim.step.step import DEVICE, Hold, Span, Step
 from torchtrim.techniques.replay.groups import GroupCall, groups_of
 from torchtrim.techniques.replay.reading import Remake
 from torchtrim.techniques.replay.table import BATCH_NORMS, CONJUGATING, NAMESPACE, norm_share
@@ -115,14 +116,16 @@ class _Recomputation(NamedTuple):
 def edit_of(step: Step, group: GroupCall, *, unread: bool = False) -> Edit:
     """Return the edit of one call: drop the members, recompute them at first use, hold them to the last.
 
-    `unread`: there is no use, and their inputs are kept as long as the graph that saved them.
+    Each backward through a retained graph recomputes them for itself. `unread`: there is no use, and their
+    inputs are kept as long as the graph that saved them.
     """
-    again, span = _moments(group.members), group.call.span
+    uses, span = _uses(step, group.members), group.call.span
+    again = [one for of in uses for one in _moments(group.members, of)]
     by_moment: defaultdict[int, list[_Recomputation]] = defaultdict(list)
     for one in again:
         by_moment[one.at].append(one)
-    noise = [one for one in again if one.made.elements]
-    conjugates = [*_conjugates(step, again)]
+    noise = {one.made.tensor: one for one in again if one.made.elements}.values()
+    conjugates = [*dict.fromkeys(_conjugates(step, again))]
     copies = [task for task in conjugates if _is_copy(step, task)]
     inserts = (_insert(step, at, several) for at, several in sorted(by_moment.items()))
     return Edit(
@@ -149,14 +152,41 @@ def edit_of(step: Step, group: GroupCall, *, unread: bool = False) -> Edit:
     )
 
 
-def _moments(members: tuple[Remake, ...]) -> list[_Recomputation]:
-    """Find when each member is recomputed: at its first use by backward or by another member."""
+def _uses(step: Step, members: tuple[Remake, ...]) -> list[dict[int, Span]]:
+    """Return, for each backward, from where to where it reads each member."""
+    numbers = index_of(step).passes
+    found: defaultdict[int, dict[int, Span]] = defaultdict(dict)
+    for made in members:
+        for _, hold in made.holds:
+            for task, until in _reads(step, hold):
+                first, last = found[numbers[task]].get(made.tensor, (task, 0))
+                found[numbers[task]][made.tensor] = Span(min(first, task), max(last, until))
+    if len(found) > 1:
+        return [of for _, of in sorted(found.items())]
+    return [{made.tensor: Span(made.asked, made.until) for made in members if made.asked >= 0}]
+
+
+def _reads(step: Step, hold: Hold) -> Iterator[tuple[int, int]]:
+    """Yield the tasks of backward that read what autograd saved, with the task until which each has it.
+
+    A backward that is differentiated saves what it has itself recomputed.
+    """
+    if hold.asked >= 0 and step.tasks[hold.saver].phase == "backward":
+        yield hold.saver, hold.until
+    elif hold.asked >= 0:
+        for task in (hold.asked, *step.backward.get(hold.saver, ())):
+            yield task, min(task + 1, hold.until)
+
+
+def _moments(members: tuple[Remake, ...], uses: Mapping[int, Span]) -> list[_Recomputation]:
+    """Find when each member is recomputed: at its first use by one backward or by another member."""
     moments: dict[int, _Recomputation] = {}
     for made in reversed(members):
         users = [one for one in moments.values() if made.tensor in one.made.inputs]
-        asked = [one.at for one in users] + ([made.asked] if made.asked >= 0 else [])
+        own = uses.get(made.tensor)
+        asked = [one.at for one in users] + ([own.first] if own is not None else [])
         if asked:
-            until = max((made.until, *(one.at for one in users)))
+            until = max((own.last if own is not None else -1, *(one.at for one in users)))
             kept = max((made.until, *(one.kept for one in users)))
             moments[made.tensor] = _Recomputation(made, min(asked), until, kept)
     return [moments[made.tensor] for made in members if made.tensor in moments]
