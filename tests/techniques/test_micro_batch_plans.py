@@ -132,10 +132,12 @@ class Twice(nn.Module):
         return torch.cat([self.layers(part) for part in (x[:0], x)])
 
 
-def by_hand(net: nn.Module, x: torch.Tensor) -> None:
+def by_hand(net: nn.Module, x: torch.Tensor, *, passes: int = 1) -> None:
     """Steps whose gradients are gone when they end, as where `zero_grad` begins the next."""
     for _ in range(3):
-        net(x).square().mean().backward()
+        loss = net(x).square().mean()
+        for left in reversed(range(passes)):
+            loss.backward(retain_graph=left > 0)
         with torch.no_grad():
             for one in net.parameters():
                 assert one.grad is not None
@@ -150,6 +152,20 @@ def test_the_peak_of_a_step_by_hand_is_predicted_to_the_byte(kind: type[nn.Modul
     predicted = peak_in_parts(step_of(record(lambda: by_hand(net, batch))), ["Sequential"])
     TECHNIQUE.apply({"Sequential": net}, plan_of("Sequential", 2))
     assert predicted == simulate(step_of(record(lambda: by_hand(net, batch)))).peak_bytes
+
+
+def test_what_the_loss_saves_of_a_result_is_no_part_of_it() -> None:
+    """A retained graph keeps the result for its next backward: the whole one, and none of its parts."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32), nn.Linear(32, 32))
+    batch = torch.randn(512, 32)
+
+    def loop() -> None:
+        by_hand(net, batch, passes=2)
+
+    predicted = peak_in_parts(step_of(record(loop)), ["Sequential"])
+    TECHNIQUE.apply({"Sequential": net}, plan_of("Sequential", 2))
+    assert predicted == simulate(step_of(record(loop))).peak_bytes
 
 
 def peak_in_parts(step: Step, where: Sequence[str]) -> int:

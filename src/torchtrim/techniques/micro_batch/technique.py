@@ -142,9 +142,13 @@ class _PartsEdit:
         return [n for task in self._tasks for n in self._step.made_by[task]]
 
     @cached_property
+    def _inside(self) -> frozenset[int]:
+        return frozenset(self._tasks)
+
+    @cached_property
     def _read_outside(self) -> frozenset[int]:
         """Tensors made here that other tasks use, or that the span's calls return."""
-        inside, index = set(self._tasks), index_of(self._step)
+        inside, index = self._inside, index_of(self._step)
         used = (index.readers, index.writers)
         found = {n for c in self._step.calls if c.span == self._span for n in c.outputs}
         found.update(
@@ -294,7 +298,7 @@ class _PartsEdit:
         ends = (
             left_before(self._step, hold, backward) if backward else hold.until
             for hold in tensor.holds
-            if backward or hold.saver < 0
+            if hold.saver < 0 or (backward and hold.saver in self._inside)
         )
         return max(ends, default=tensor.birth + 1)
 
