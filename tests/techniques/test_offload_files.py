@@ -113,6 +113,25 @@ def test_where_hooks_of_others_take_the_saving_it_is_told_once(
     handle.revert()
 
 
+class Exponential(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.made = x.exp()
+        return self.made
+
+
+@pytest.mark.parametrize("moved", ["exp.0", "addmm.0"])
+def test_a_saved_tensor_that_is_written_to_fails_in_backward_as_without_a_plan(moved: str) -> None:
+    grows = Exponential()
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), grows, nn.Linear(8, 8))
+    where = (f"Sequential:{moved} until end from addmm.1 in file",)
+    TECHNIQUE.apply({"Sequential": model}, Technique(name=TECHNIQUE.name, where=where))
+    model(torch.randn(8, 8)).sum().backward()
+    loss = model(torch.randn(8, 8)).sum()
+    grows.made.detach().add_(1)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*\[8, 8\]"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_on_a_device_every_bit_agrees(order: str) -> None:
     with emulate():

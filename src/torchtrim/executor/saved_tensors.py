@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, MutableMapping
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import nn
@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtrim.core.units import counted
 from torchtrim.core.words import listed
 from torchtrim.dispatch.modes import has_own_dispatch, written_arguments
+from torchtrim.executor.block_state import version_of
 from torchtrim.executor.failing import note
 from torchtrim.executor.notices import say
-from torchtrim.executor.ordinals import CallRoles, counting, is_numbered
+from torchtrim.executor.ordinals import CallRoles, counting, is_numbered, unnumbered
 from torchtrim.executor.registry import Handle
 from torchtrim.executor.roles import OperatorOrdinal, is_inside
 from torchtrim.executor.swap import Swapped
@@ -59,6 +60,49 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch._C._DisableTorchDispatch():
         return tensor.detach()
+
+
+class VersionedTensor:
+    """A saved tensor and its version: autograd checks none under hooks."""
+
+    __slots__ = ("__weakref__", "_version", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._version = version_of(tensor)
+
+    @classmethod
+    def detached(cls, tensor: torch.Tensor) -> Self:
+        """Keep a tensor without its graph."""
+        return cls(detached(tensor))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was written to since."""
+        return version_of(self.tensor) != self._version
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor. Raises `RuntimeError`, as autograd does, if it was written to since."""
+        self.check(self.tensor.shape)
+        return self.tensor
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise what `get` raises."""
+        if self.is_written:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {list(shape)} is at version {self.tensor._version}; "
+                f"expected version {self._version} instead."
+            )
+
+
+def emptied(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without elements that shares the version of this one, but not its memory."""
+    with torch._C._DisableTorchDispatch():
+        empty = tensor.detach()
+    with torch.no_grad(), unnumbered():
+        empty.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty
 
 
 class OperatorKind(NamedTuple):

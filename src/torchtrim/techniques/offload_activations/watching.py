@@ -21,7 +21,8 @@ from torchtrim.executor.saved_tensors import (
     OperatorKind,
     Saved,
     SavedTensorWatcher,
-    detached,
+    VersionedTensor,
+    emptied,
 )
 from torchtrim.techniques.offload_activations.moving import MovedStorage, StorageMover, View
 from torchtrim.techniques.offload_activations.places import OffloadPlace, Room, placed
@@ -91,29 +92,39 @@ class PendingFetches:
             moved.fetch()
 
 
-class SavedOffload(NamedTuple):
-    """Autograd's substitute: the tensor, or its moved storage and view. Reading it starts other fetches."""
+class SavedHere(NamedTuple):
+    """Autograd's substitute for a tensor that stays. Reading it starts other fetches."""
 
-    kept: torch.Tensor | None
-    moved: MovedStorage | None
-    view: View | None
+    kept: VersionedTensor
+    coming: PendingFetches
+
+    def get(self) -> torch.Tensor:
+        """Return the tensor. Raises `RuntimeError`, as autograd does, if it was written to since."""
+        self.coming.begin(id(self))
+        return self.kept.get()
+
+
+class SavedOffload(NamedTuple):
+    """Autograd's substitute for a moved tensor. Reading it starts other fetches."""
+
+    moved: MovedStorage
+    view: View
+    version: VersionedTensor
     coming: PendingFetches | None
 
     def get(self) -> torch.Tensor:
-        """Return the tensor."""
+        """Return the tensor. Raises `RuntimeError`, as autograd does, if it was written to since."""
         if self.coming is not None:
             self.coming.begin(id(self))
-        if self.moved is not None and self.view is not None:
-            return self.moved.get(self.view, id(self))
-        assert self.kept is not None
-        return self.kept
+        self.version.check(self.view.size)
+        return self.moved.get(self.view, id(self))
 
 
 class OffloadWatcher(SavedTensorWatcher[_RootCall]):
     """Watcher of one root of a plan."""
 
     def __init__(self, rooms: Rooms, mover: StorageMover) -> None:
-        super().__init__("offload_activations", None, detached, nests=False)
+        super().__init__("offload_activations", None, VersionedTensor.detached, nests=False)
         self._mover = mover
         self._made: defaultdict[OperatorOrdinal, list[OffloadPlace]] = defaultdict(list)
         for place in rooms:
@@ -176,12 +187,12 @@ class OffloadWatcher(SavedTensorWatcher[_RootCall]):
         coming = call.coming[call.last] if call.last in self._triggers else None
         noted = call.noted.get(storage_number(tensor)) if type(tensor) in PLAIN else None
         if noted is None or not self._moves(noted.place, tensor):
-            kept = detached(tensor)
-            return kept if coming is None else SavedOffload(kept, None, None, coming)
+            kept = VersionedTensor.detached(tensor)
+            return kept if coming is None else SavedHere(kept, coming)
         moved = self._moved(call, noted.place, tensor)
         moved.packs += 1
         view = View(tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        return SavedOffload(None, moved, view, coming)
+        return SavedOffload(moved, view, VersionedTensor(emptied(tensor)), coming)
 
     def _moves(self, place: OffloadPlace, tensor: torch.Tensor) -> bool:
         """Return True if moving gains memory: on a CPU only to a file."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from torchtrim.errors import ApplyFailed
-from torchtrim.executor.block_state import version_of
 from torchtrim.executor.failing import note
 from torchtrim.executor.ordinals import storage_number, unnumbered
-from torchtrim.executor.saved_tensors import detached, geometry_of, when_asked
+from torchtrim.executor.saved_tensors import VersionedTensor, geometry_of, when_asked
 from torchtrim.techniques.replay.table import CONJUGATING, TYPES, is_dense
 
 _NINTHS = -0x7FBFDFEFF7FBFDFF
@@ -44,30 +43,15 @@ SELF = object()
 """Placeholder, among an in-place operator's arguments, for the tensor it writes."""
 
 
-class KeptTensor:
-    """A kept tensor and its version."""
+class KeptTensor(VersionedTensor):
+    """A tensor that recipes read, or that autograd saves."""
 
-    __slots__ = ("__weakref__", "_version", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._version = version_of(tensor)
-
-    def get(self) -> torch.Tensor:
-        """Return the tensor. Raises `RuntimeError`, as autograd does, if it was written to since."""
-        tensor = self.tensor
-        if version_of(tensor) == self._version:
-            return tensor
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: a tensor of shape {list(tensor.shape)} is at version {tensor._version}; "
-            f"expected version {self._version} instead."
-        )
+    __slots__ = ()
 
     def read(self) -> torch.Tensor:
         """Return the tensor for a rerun. Raises `ApplyFailed` if it was written to and autograd would not."""
         tensor = self.tensor
-        if version_of(tensor) == self._version or storage_number(tensor) in _SAVED:
+        if not self.is_written or storage_number(tensor) in _SAVED:
             return self.get()
         raise ApplyFailed(
             f"a tensor of shape {list(tensor.shape)} was written to between a forward and its backward, and "
@@ -76,9 +60,9 @@ class KeptTensor:
         )
 
     @classmethod
-    def detached(cls, tensor: torch.Tensor) -> KeptTensor:
+    def detached(cls, tensor: torch.Tensor) -> Self:
         """Keep a tensor that autograd saves, without its graph."""
-        kept = _SAVED[storage_number(tensor)] = cls(detached(tensor))
+        kept = _SAVED[storage_number(tensor)] = super().detached(tensor)
         return kept
 
 
