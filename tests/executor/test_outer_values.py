@@ -225,6 +225,44 @@ def test_a_cache_that_forward_filled_is_not_filled_again(monkeypatch: pytest.Mon
     assert [*CACHE] == ["table"]
 
 
+SETTINGS: dict[str, float] = {}
+
+
+class Told(Block):
+    """A block that reads what may be missing, in a dict and in its class."""
+
+    later: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = SETTINGS.get("factor", 1.0) * getattr(type(self), "later", 1.0)
+        return (self.linear(x) * factor).sin()
+
+    def replace(self, new: Any) -> None:
+        self.clear()
+        if new == OTHER:
+            SETTINGS["factor"] = type(self).later = new
+
+    @staticmethod
+    def clear() -> None:
+        SETTINGS.clear()
+        if "later" in vars(Told):
+            del Told.later
+
+
+@pytest.mark.parametrize(("first", "then"), [(FIRST, OTHER), (OTHER, FIRST)])
+def test_what_was_missing_in_forward_is_missing_in_the_rerun(first: int, then: int) -> None:
+    found = []
+    for is_planned in (False, True):
+        block = Told(float)
+        block.replace(first)
+        if is_planned:
+            planned(block)
+        found.append(gradients(block, lambda _: then, between=True))
+        assert ("factor" in SETTINGS, "later" in vars(Told)) == ((then == OTHER,) * 2)
+    Told.clear()
+    assert all(map(torch.equal, *found))
+
+
 class Counting(Block):
     """A block that does something else at every second call, as a list tells it, written out of sight."""
 

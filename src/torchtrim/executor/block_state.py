@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from torchtrim.capture.code.contents import contents
 from torchtrim.capture.code.hooks import (
     are_all_hooked,
     backward_hooks_on_all,
@@ -36,9 +37,8 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once
 from torchtrim.executor.ordinals import unnumbered
 
-_TENSORLESS = frozenset(
-    (bool, int, float, str, tuple, list, dict, set, OrderedDict, type(None), types.FunctionType)
-)
+_ATOMS = frozenset((bool, int, float, str, type(None), types.FunctionType, object))
+_TENSORLESS = _ATOMS | {tuple, list, dict, set, OrderedDict}
 """Types of most module attributes. Comparing with a set is faster than `isinstance`."""
 
 
@@ -119,9 +119,17 @@ class BlockState:
             for one in self.modules
             for table in (vars(one), one._parameters, one._buffers)
         }
-        self.outside = [one for one in self._effects.outside.values() if one.owner not in own]
+        self.places = [(one, one.owner in own) for one in self._effects.outside.values()]
         self._known = self._shape()
         self._hooked = [module for module in self.modules if any(hooks_of(module))]
+
+    def outside(self) -> list[tuple[OuterValue, Any]]:
+        """Return the places outside of the modules that the code reads, with their values now."""
+        now = [(place, place.read(), is_own) for place, is_own in self.places]
+        roots = [(place.name, value) for place, value, _ in now]
+        inner = contents(roots, None if self.reads_all else self.reads)
+        others = [(place, value) for place, value, is_own in now if not is_own]
+        return [*others, *inner]
 
     def may_read(self, name: str) -> bool:
         """Return True if a run may read what the last one left in an attribute of this name."""
@@ -181,6 +189,8 @@ class Held(NamedTuple):
 
 def _held_outside(values: Iterable[tuple[OuterValue, Any]]) -> Iterator[Held]:
     for place, value in values:
+        if not place.is_read or type(value) in _ATOMS:
+            continue
         for one in tensors_in(value):
             yield Held({place.name: one}, place.name, one, version_of(one))
 
@@ -209,7 +219,7 @@ class Before:
                     for key, tensor in now.items()
                 }
         self._names = frozenset(now)
-        self._outside = [(one, one.read()) for one in state.outside]
+        self._outside = state.outside()
         self._held = [*state.parameters(), *_held_outside(self._outside)]
         self._storages: list[int] = []
         self._new: list[Key] = []

@@ -220,16 +220,33 @@ def _subclass(
 @functools.cache
 def _alike(kind: Any) -> Any:
     """Return a metaclass whose classes equal those they replace, for code that looks types up: torch's
-    quantization does.
+    quantization does. An attribute set on such a class is set on the replaced one, which all its
+    objects share.
     """
 
     def equals(one: type, other: object) -> Any:
         alike = isinstance(other, type) and _replaced(one) is _replaced(other)
         return alike or NotImplemented
 
-    return type(
-        kind.__name__, (kind,), {"__eq__": equals, "__hash__": lambda one: hash(_replaced(one))}
-    )
+    def set_on(one: type, name: str, value: Any) -> None:
+        kind.__setattr__(_holder(one, name), name, value)
+
+    def delete_from(one: type, name: str) -> None:
+        kind.__delattr__(_holder(one, name), name)
+
+    namespace = {
+        "__eq__": equals,
+        "__hash__": lambda one: hash(_replaced(one)),
+        "__setattr__": set_on,
+        "__delattr__": delete_from,
+    }
+    return type(kind.__name__, (kind,), namespace)
+
+
+def _holder(kind: type, name: str) -> type:
+    """Return the class that holds an attribute: the new class has Python's and ours."""
+    is_its_own = name.startswith(("__", "_abc_", "_torchtrim_"))
+    return kind if is_its_own else _replaced(kind)
 
 
 def _replaced(kind: type) -> type:

@@ -10,6 +10,7 @@ import builtins
 import functools
 import inspect
 import linecache
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -17,6 +18,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
+_TRUSTED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "torchtrim", "einops", "triton"}
+_ON_REQUEST = ("transformers.model_debugging_utils",)
+"""Code reached by every model of a library, which writes only on the user's request."""
 UNKNOWN: Final = object()
 """A value that is known only once the program runs."""
 
@@ -104,6 +108,15 @@ def lookup(owner: Any, name: str) -> Any:
     if isinstance(found, (property, types.GetSetDescriptorType, types.MemberDescriptorType)):
         return UNKNOWN
     return found
+
+
+def is_trusted(thing: type | types.FunctionType) -> bool:
+    """Return True for code of torch or of another library without own state."""
+    if isinstance(thing, types.FunctionType):
+        module = thing.__globals__.get("__name__", "")
+    else:
+        module = thing.__module__
+    return str(module).partition(".")[0] in _TRUSTED or module in _ON_REQUEST
 
 
 def function_of(value: Any) -> tuple[types.FunctionType, tuple[Any, ...]] | None:
@@ -247,10 +260,21 @@ class Scope:
         owner = self.value(expression.value)
         if owner.value is UNKNOWN:
             return owner
+        if expression.attr == "__class__":
+            return self._class_of(expression.value)
         found = lookup(owner.value, expression.attr)
         if owner.outlives:
             self._seen(owner.value, expression.attr, found)
         return Resolved(found, owner.outlives)
+
+    def _named_attribute(self, owner: ast.expr, name: ast.expr) -> Resolved:
+        if not isinstance(name, ast.Constant):
+            return _LOCAL
+        return self._attribute(ast.Attribute(value=owner, attr=str(name.value), ctx=ast.Load()))
+
+    def _class_of(self, expression: ast.expr) -> Resolved:
+        owner = self.value(expression)
+        return owner if owner.value is UNKNOWN else Resolved(type(owner.value), owner.outlives)
 
     def _element(self, expression: ast.Subscript) -> Resolved:
         owner = self.value(expression.value)
@@ -259,9 +283,12 @@ class Scope:
         index = self.value(expression.slice).value
         if type(owner.value) in (list, tuple, dict) and isinstance(index, (int, str)):
             try:
-                return Resolved(owner.value[index], owner.outlives)
+                found = owner.value[index]
             except (KeyError, IndexError, TypeError):
-                pass
+                found = UNKNOWN
+            if owner.value is self._names:
+                self._seen(self._names, str(index), found)
+            return Resolved(found, owner.outlives)
         return Resolved(UNKNOWN, owner.outlives)
 
     def _result(self, call: ast.Call) -> Resolved:
@@ -276,10 +303,13 @@ class Scope:
 
     def _built_in(self, call: ast.Call) -> Resolved:
         name = call.func.id if isinstance(call.func, ast.Name) else ""
-        if name == "getattr" and len(call.args) >= 2 and isinstance(call.args[1], ast.Constant):
-            return self._attribute(
-                ast.Attribute(value=call.args[0], attr=str(call.args[1].value), ctx=ast.Load())
-            )
+        if name in ("getattr", "hasattr") and len(call.args) >= 2:
+            found = self._named_attribute(*call.args[:2])
+            return found if name == "getattr" else _LOCAL
+        if name == "globals":
+            return Resolved(self._names, True)
+        if name == "type" and len(call.args) == 1:
+            return self._class_of(call.args[0])
         if name in ("enumerate", "zip", "reversed", "iter", "next"):
             return _joined(map(self.value, call.args))._replace(value=UNKNOWN)
         return _LOCAL

@@ -1,85 +1,88 @@
-"""Values that code reads outside of its modules: names, attributes of objects, items of small containers."""
+"""Places that code reads outside of its modules: names, and attributes of objects and classes."""
 
 from __future__ import annotations
 
-import collections
 import functools
 import operator
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from torchtrim.capture.code.live import UNKNOWN, content
+from torchtrim.capture.code.live import UNKNOWN, content, is_trusted
 
-_MOST = 64
-"""Items of a container that is copied at each call."""
-_NESTED = 3
 _TENSOR_TABLES = ("_parameters", "_buffers")
 
 
 class OuterValue(NamedTuple):
-    """A place that holds a value. `owner`: the id of what holds the place."""
+    """A place that holds a value: `UNKNOWN` for none, and writing it empties the place.
+
+    `owner`: the id of what holds the place. `is_read`: the code reads it for sure.
+    """
 
     owner: int
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], None]
     same: Callable[[Any, Any], bool] = operator.is_
+    is_read: bool = True
 
 
-def outer_value(table: Any, name: str) -> OuterValue | None:
-    """Return the place of a name: in a dict, an object, its class, or a module's tensors."""
+def outer_values(table: Any, name: str) -> Iterator[OuterValue]:
+    """Yield the places where a name is looked up: in a dict; in an object, a module's tensors, a class."""
     if type(table) is dict:
-        return _in_dict(table, name)
-    tables = [getattr(table, "__dict__", None)]
+        yield _of_item(table, name)
+        return
+    own = getattr(table, "__dict__", None)
+    tables = [own] if type(own) is dict else []
     if isinstance(table, nn.Module):
         tables += [getattr(table, one) for one in _TENSOR_TABLES]
-    for one in tables:
-        if type(one) is dict and name in one:
-            return _in_dict(one, name)
-    kinds = table.__mro__ if isinstance(table, type) else type(table).__mro__
-    kind = next((kind for kind in kinds if name in vars(kind)), None)
-    if kind is None:
-        return None
-    read = functools.partial(lambda kind: vars(kind).get(name, UNKNOWN), kind)
-    return OuterValue(id(kind), name, read, functools.partial(setattr, kind, name))
+    if found := next((one for one in tables if name in one), None):
+        yield _of_item(found, name)
+        return
+    if tables and not isinstance(table, torch.Tensor):
+        yield _of_item(tables[0], name)
+    for kind in (table if isinstance(table, type) else type(table)).__mro__:
+        if name in vars(kind) or not is_trusted(kind):
+            yield _of_class(kind, name)
+        if name in vars(kind):
+            return
 
 
 def of_closure(cell: types.CellType, name: str) -> OuterValue:
     """Return the place of a closed-over name."""
-    write = functools.partial(setattr, cell, "cell_contents")
+    write = functools.partial(set_attribute, cell, "cell_contents")
     return OuterValue(id(cell), name, functools.partial(content, cell), write)
 
 
-def of_container(container: Any, name: str, depth: int = _NESTED) -> Iterator[OuterValue]:
-    """Yield the items of a list, deque or dict, and those of containers in it."""
-    if not depth or type(container) not in _COPIES or len(container) > _MOST:
-        return
-    read = functools.partial(_COPIES[type(container)], container)
-    write = functools.partial(_fill, container)
-    yield OuterValue(id(container), name, read, write, _same_items)
-    for inner in container.values() if isinstance(container, dict) else container:
-        yield from of_container(inner, name, depth - 1)
+def of_default(function: types.FunctionType, name: str, value: Any) -> OuterValue:
+    """Return the place of a default, which all calls share."""
+    return OuterValue(id(function), name, lambda: value, lambda _: None)
 
 
-_COPIES: dict[type, Callable[[Any], Any]] = {list: list, dict: dict, collections.deque: list}
+def _of_class(kind: type, name: str) -> OuterValue:
+    write = functools.partial(set_attribute, kind, name)
+    return OuterValue(id(kind), name, lambda: vars(kind).get(name, UNKNOWN), write)
 
 
-def _in_dict(names: dict[str, Any], name: str) -> OuterValue:
+def _of_item(names: dict[str, Any], name: str) -> OuterValue:
     read = functools.partial(names.get, name, UNKNOWN)
-    return OuterValue(id(names), name, read, functools.partial(names.__setitem__, name))
+    return OuterValue(id(names), name, read, functools.partial(set_item, names, name))
 
 
-def _fill(container: Any, items: Any) -> None:
-    container.clear()
-    (container.update if isinstance(container, dict) else container.extend)(items)
+def set_attribute(owner: object, name: str, value: Any) -> None:
+    """Set an attribute, or delete it for `UNKNOWN`."""
+    if value is UNKNOWN:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, value)
 
 
-def _same_items(then: Any, now: Any) -> bool:
-    if len(then) != len(now):
-        return False
-    if isinstance(then, dict):
-        return [*then] == [*now] and all(map(operator.is_, then.values(), now.values()))
-    return all(map(operator.is_, then, now))
+def set_item(names: dict[str, Any], name: str, value: Any) -> None:
+    """Set an item, or delete it for `UNKNOWN`."""
+    if value is UNKNOWN:
+        names.pop(name, None)
+    else:
+        names[name] = value

@@ -8,6 +8,7 @@ yet. Writes to a module's own buffers, tensors and attributes do not count, sinc
 from __future__ import annotations
 
 import ast
+import builtins
 import collections
 import dis
 import functools
@@ -31,9 +32,10 @@ from torchtrim.capture.code.live import (
     Scope,
     content,
     function_of,
+    is_trusted,
     own_nodes,
 )
-from torchtrim.capture.code.outside import OuterValue, of_closure, of_container, outer_value
+from torchtrim.capture.code.outside import OuterValue, of_closure, of_default, outer_values
 from torchtrim.capture.code.syntax import filled_once, opens_for_writing, raising
 from torchtrim.core.isolation import debugging, said_of
 
@@ -42,9 +44,6 @@ _DEPTH = 12
 
 _SMALL = 16
 """Elements. Arbitrary: programs keep their random generators in short lists."""
-_TRUSTED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "torchtrim", "einops", "triton"}
-_ON_REQUEST = ("transformers.model_debugging_utils",)
-"""Code reached by every model of a library, which writes only on the user's request."""
 _WRITING_NAMES = """
     append appendleft extend extendleft insert add update pop popleft popitem remove discard clear setdefault
     sort reverse rotate put put_nowait send write writelines writerow writerows subtract fill __setitem__
@@ -59,8 +58,10 @@ _WRITING_FUNCTIONS = """
 _WRITE_TO_ARGUMENT = frozenset(_WRITING_FUNCTIONS.split())
 _STARRED = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 _GIVEN_TO_HOOKS = 4
-"""A module, the arguments of its call, those by name, and what it returned."""
+"""A module, the arguments of its call, those by name, and its result."""
 _CONTAINERS = (list, dict, set, bytearray, collections.deque, io.IOBase)
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_READS = (ast.Name, ast.Attribute, ast.Subscript)
 _IMMUTABLE = (int, float, complex, str, bytes, bool, tuple, frozenset, type(None))
 _SAVES = frozenset(("save", "savez", "savetxt", "dump", "to_csv", "to_json", "savefig", "imsave"))
 
@@ -79,7 +80,7 @@ class Write(NamedTuple):
 CalledFunction = types.FunctionType | functools.partial[Any]
 """A function, with the arguments of its call where they are known: `UNKNOWN` for what outlives the call."""
 Reference = tuple[Callable[[], Any], Any]
-"""Reads what a name stands for, and what it stood for."""
+"""A function that reads the value of a name, and the value that it had."""
 
 
 class SideEffects:
@@ -142,7 +143,7 @@ class SideEffects:
             self._call(hook, 0)
 
     def _look_at_hook(self, hook: Any) -> None:
-        """Read a hook on all modules, each of whose arguments outlives the call."""
+        """Read a hook on all modules, whose arguments all outlive the call."""
         function, _ = function_of(hook) or (None, ())
         if function is not None and _is_read_whole(function):
             self._call(functools.partial(hook, *[UNKNOWN] * _GIVEN_TO_HOOKS), 0)
@@ -186,7 +187,7 @@ class SideEffects:
             # A library function may wrap the program's functions, as a decorator does.
             for inner in map(content, function.__closure__ or ()):
                 if isinstance(inner, (types.FunctionType, types.MethodType)):
-                    self._call(inner, depth + 1)
+                    self._call(inner, depth + 1, [Resolved(one, True) for one in bound])
             return
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=False
@@ -216,6 +217,7 @@ class SideEffects:
         for name, value in (*defaults, *kwdefaults.items()):
             if isinstance(value, _CONTAINERS):
                 scope.given[name] = Resolved(value, True)
+                self._reads_outside(value, of_default(function, name, value))
         scope.given.update(zip(scope.parameters, given, strict=False))
         scope.given.update((name, one) for name, one in named.items() if name in scope.given)
         _SideEffectReader(self, scope, function.__code__.co_filename, depth).read()
@@ -232,7 +234,9 @@ class SideEffects:
 
     def _refer(self, table: Any, name: str, found: Any) -> None:
         leads_on = self._leads_on(found)
-        self._reads_outside(found, outer_value(table, name))
+        if found is not UNKNOWN or name not in vars(builtins):
+            self._reads_outside(found, *outer_values(table, name))
+        self._reads_by_descriptor(table, name)
         names = table if type(table) is dict else getattr(table, "__dict__", None)
         if leads_on and names is not None:
             kinds = () if type(table) is dict or isinstance(table, type) else type(table).__mro__
@@ -247,17 +251,21 @@ class SideEffects:
         leads = callable(found) or found is UNKNOWN or isinstance(found, _CONTAINERS)
         return leads and not isinstance(found, nn.Module)
 
-    def _reads_outside(self, found: Any, place: OuterValue | None) -> None:
-        """Note what is no code: numbers, tensors, objects, and the items of containers."""
-        if (
-            place is None
-            or found is UNKNOWN
-            or callable(found)
-            or isinstance(found, types.ModuleType)
-        ):
+    def _reads_outside(self, found: Any, *places: OuterValue) -> None:
+        """Note places that hold no code: numbers, tensors, objects, and missing names."""
+        is_partial = isinstance(found, functools.partial)
+        if isinstance(found, types.ModuleType) or (callable(found) and not is_partial):
             return
-        for one in (place, *of_container(found, place.name)):
+        for one in places:
             self.outside.setdefault((one.owner, one.name), one)
+
+    def _reads_by_descriptor(self, table: Any, name: str) -> None:
+        """Note the attributes that a property or another descriptor of the program reads by their names."""
+        found = inspect.getattr_static(type(table), name, None)
+        getter = getattr(found, "fget", None) or getattr(type(found), "__get__", None)
+        if not isinstance(found, types.FunctionType) and isinstance(getter, types.FunctionType):
+            self.reads |= {*getter.__code__.co_names}
+            self.reads |= {one for one in getter.__code__.co_consts if isinstance(one, str)}
 
     def _remember(self, names: Mapping[Any, Any], name: Any) -> None:
         self._watch((id(names), name), functools.partial(names.get, name, UNKNOWN))
@@ -277,7 +285,7 @@ class SideEffects:
         return bool(inner) or self._note_generator(value)
 
     def _note_generator(self, value: Any) -> bool:
-        generator = value if is_generator(value) else getattr(value, "__self__", None)
+        generator = value.__self__ if isinstance(value, _METHODS) else value
         if not is_generator(generator):
             return False
         if all(generator is not known for known in self.generators):
@@ -312,15 +320,6 @@ def _is_read_whole(function: types.FunctionType) -> bool:
     return not is_trusted(function) and not function.__code__.co_flags & _STARRED
 
 
-def is_trusted(thing: type | types.FunctionType) -> bool:
-    """Return True for code of torch or of another library without own state."""
-    if isinstance(thing, types.FunctionType):
-        module = thing.__globals__.get("__name__", "")
-    else:
-        module = thing.__module__
-    return str(module).partition(".")[0] in _TRUSTED or module in _ON_REQUEST
-
-
 class _SideEffectReader:
     def __init__(self, effects: SideEffects, scope: Scope, path: str, depth: int) -> None:
         self._effects = effects
@@ -347,7 +346,7 @@ class _SideEffectReader:
                 self._assigned(node.target, node)
             elif isinstance(node, ast.Call):
                 self._called(node, silent=node in raises)
-            elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
+            elif isinstance(node, _READS) and isinstance(node.ctx, ast.Load):
                 self._scope.value(node)
             is_read = isinstance(getattr(node, "ctx", None), ast.Load) or id(node) in assigned
             if isinstance(node, ast.Attribute) and is_read and id(node) not in own:
@@ -427,7 +426,7 @@ class _SideEffectReader:
 
     def _written_by_library(self, call: ast.Call, name: str, function: Any) -> None:
         """Handle C functions: aliases of container methods, and functions that write to an argument."""
-        owner = getattr(function, "__self__", None)
+        owner = function.__self__ if isinstance(function, _METHODS) else None
         own = getattr(function, "__name__", "")
         if isinstance(owner, _CONTAINERS) and own in _WRITES and own != name:
             self._wrote(f"calls `{ast.unparse(call.func)}`", call)
@@ -470,6 +469,7 @@ class _SideEffectReader:
                 self._wrote(f"draws from `{ast.unparse(call.args[0])}`", call)
         elif name in ("getattr", "hasattr") and len(call.args) > 1:
             self._read(call.args[1])
+            self._scope.value(call)
         elif name == "vars":
             self._effects.is_unread = True
         elif name in ("setattr", "delattr") and call.args:

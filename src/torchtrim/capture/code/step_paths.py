@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtrim.capture.code.live import UNKNOWN, Resolved, Scope, function_of, node_of
-from torchtrim.capture.code.side_effects import is_trusted
+from torchtrim.capture.code.live import UNKNOWN, Resolved, Scope, function_of, is_trusted, node_of
 from torchtrim.core.isolation import debugging, said_of
 from torchtrim.dispatch.places import variables_of
 

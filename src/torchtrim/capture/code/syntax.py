@@ -1,4 +1,4 @@
-"""What a function's syntax alone shows of its writes."""
+"""Writes that a function's syntax alone shows."""
 
 from __future__ import annotations
 

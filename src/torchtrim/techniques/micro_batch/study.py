@@ -459,7 +459,9 @@ def _shared(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
 
 def _takes_statistics(module: nn.Module) -> bool:
     """Return True for a training BatchNorm unless `replace_norm` has changed it."""
-    if not isinstance(module, _BatchNorm) or getattr(module, "keeps_samples_apart", False):
+    if not isinstance(module, _BatchNorm) or getattr(
+        module, "_torchtrim_keeps_samples_apart", False
+    ):
         return False
     return module.training or module.running_mean is None
 

@@ -29,7 +29,7 @@ def replaced(where: str, module: nn.Module, to: str, groups: int) -> Handle:
         full = f"{where}.{path}".rstrip(".")
         own = _own_norm(full, norm, to, groups)
         swapped = Swapped(norm, lambda _: own, never, lambda one: _own_norm(full, one, to, groups))
-        type(norm).keeps_samples_apart = True  # type: ignore[attr-defined]
+        type(norm)._torchtrim_keeps_samples_apart = True  # type: ignore[attr-defined]
         return swapped
 
     return all_or_none(_paths(where, module), change)
