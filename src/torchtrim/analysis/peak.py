@@ -30,7 +30,7 @@ _Key = tuple[object, ...]
 def holders(profile: Profile, at: int | None = None, most: int = 12) -> tuple[Holder, ...]:
     """List the storages live at the peak, or at operator `at`, largest first.
 
-    Computed tensors are grouped by kind, module, line, reason and what they are; parameters and gradients by
+    Computed tensors are grouped by kind, module, line, reason and sort; parameters and gradients by
     the top two levels of their module; optimizer state by its optimizer, with the line of the update. Equal
     groups of modules of one class, made at one line, become one, with `*` for the numbers that differ:
     `net.layers.*.linear`. The bytes add up to the peak: beyond `most` entries, the last one, of kind `rest`,

@@ -196,7 +196,7 @@ def _unreported(
     live: Container[int],
     freed: Iterable[Freed],
 ) -> Iterator[_Block]:
-    """Yield the frees of storages whose allocation nobody watched. `live`: addresses of blocks that were."""
+    """Yield the frees of storages whose allocation was not watched. `live`: addresses of blocks that were."""
     first = {block.address: block.size for block in reversed([*blocks])}
     for address, size, mark in freed:
         if address not in live and first.get(address, 0) >= 0 and mark < len(marks):

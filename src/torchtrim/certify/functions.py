@@ -1,4 +1,4 @@
-"""Comparison of a function's calls with those of a reference: results, gradients, writes, random numbers."""
+"""Comparison of the calls of a function and of a reference: results, gradients, writes, random numbers."""
 
 from __future__ import annotations
 

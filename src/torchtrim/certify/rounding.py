@@ -170,7 +170,7 @@ class _Spread:
         return judged
 
     def _perturbed(self, seeds: Sequence[int], both: bool, runs: int = 0) -> list[JudgedQuantity]:
-        """Judge by perturbed runs of the original, or of both programs, making those that are missing."""
+        """Judge by perturbed runs of the original, or of both programs, making missing ones."""
         for planned, seed in itertools.product((False, True) if both else (False,), seeds):
             if seed not in self._moved[planned]:
                 folder = self._moved[planned][seed] = self._free.pop()

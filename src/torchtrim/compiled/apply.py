@@ -59,7 +59,7 @@ class Applied:
         return nodes_to_save(names, info, {*saves})
 
     def _known(self, graph: fx.Graph) -> tuple[Names, str, tuple[str, ...]]:
-        """Return the names of a graph's nodes, the plan's name of the graph, and of what it saves."""
+        """Return the names of a graph's nodes, the plan's name of the graph, and of its saved values."""
         names = keys_of(graph)
         key = key_of(names)
         if one := self._plan.get(key):

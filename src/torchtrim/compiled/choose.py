@@ -198,7 +198,7 @@ class SavingProgram:
         return len(self._costs) - 1
 
     def _order(self, key: str) -> Iterator[Constraint]:
-        """What is read must be there, and what is computed again needs its parents when that begins."""
+        """A value that is read must be in memory; one computed again needs its parents when that begins."""
         graph = self._graphs[key]
 
         def there(number: int, segment: int, column: int | None = None) -> Constraint:

@@ -381,7 +381,7 @@ def _drops_nothing(node: fx.Node, target: torch._ops.OpOverload) -> bool:
 
 
 def _uncomputed(module: fx.GraphModule) -> str:
-    """Return code for a graph that only returns inputs, for which Inductor writes none."""
+    """Return code for a graph that only returns inputs, where Inductor writes none."""
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]
     found = (str(names.index(name)) if name in names else "" for name in _outputs(module))
     results = ", ".join(f"args[{at}]" if at else "None" for at in found)

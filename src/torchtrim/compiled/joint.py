@@ -52,7 +52,7 @@ class Joint(NamedTuple):
     """A joint graph. `work`: seconds up to each position in backward; `gradients`: bytes alive there.
 
     `kernels`: backward's kernels of libraries. `own`: the values that torch saves by itself. `together`:
-    values computed from inputs alone, one of which they share: computed again, Inductor may fuse them into
+    values computed from inputs alone, and share one: computed again, Inductor may fuse them into
     one kernel, and then holds all that is between their reads. `double`: the graph's key in float64.
     """
 

@@ -1,4 +1,4 @@
-"""The memory of compiled graphs in the order in which a step calls their forwards and backwards."""
+"""The memory of compiled graphs in the order of their calls in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of a joint graph and its nodes by what they compute, which hold in other processes."""
+"""Names of a joint graph and its nodes by their computation, which hold in other processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def keys_of(graph: fx.Graph) -> Names:
 def double_keys_of(graph: fx.Graph) -> Names:
     """Return names that do not depend on the precision of floats: a certificate runs a plan in float64 too.
 
-    There autocast casts nothing, so a cast has the name of what it casts. Without casts, nodes that compute
+    There autocast casts nothing, so a cast has its operand's name. Without casts, nodes that compute
     the same in two precisions are one node, so nodes that compute the same have one name.
     """
     keys: Names = {}

@@ -1,4 +1,4 @@
-"""Edits of a joint graph with which backward frees memory sooner. They depend on the graph alone.
+"""Edits of a joint graph that let backward free memory sooner. They depend on the graph alone.
 
 A convolution's gradients, which torch computes in one kernel, hold the saved input, the incoming gradient and
 the gradient of the input at once. Here they are two kernels: one for the weight and the bias, and one for the

@@ -1,4 +1,4 @@
-"""Attention as on CUDA: the operator that a device chooses and what it saves, with the CPU's values."""
+"""Attention as on CUDA: the operator that a device chooses and what is saved, with the CPU's values."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def outside_of(path: str, used: set[str] | None = None) -> Outside:
 
 
 def is_test(path: str, text: str) -> bool:
-    """Return True for a file of unit tests: none of its code runs in each step.
+    """Return True for a file of unit tests: its code runs in no step.
 
     A script may have the name of one, such as `test_model.py`; without a device its tensors are on the host.
     """

@@ -1,4 +1,4 @@
-"""Tensors live at the peak in words: whose they are, and what they are."""
+"""Tensors live at the peak in words: their owners and kinds."""
 
 from __future__ import annotations
 

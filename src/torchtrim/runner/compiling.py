@@ -233,7 +233,7 @@ def _guard(reason: str) -> str:
 
 
 class Compiling:
-    """What becomes of a script's `torch.compile` in a requested run: it runs eagerly, or is left on.
+    """A script's `torch.compile` in a requested run: it runs eagerly, or is left on.
 
     Left on, the graphs are an original's, planned ones, or watched to be planned. `project`: the folder of
     the user's source.

@@ -1,4 +1,4 @@
-"""What a run writes into the script's folders, put back before the next run of it.
+"""Files that a run writes into the script's folders, put back before the next run of it.
 
 A run is stopped after a few steps, and another begins where the script begins: it must not find the folder
 that `os.makedirs` made in the one before, nor go on from its checkpoint. Python's audit events and

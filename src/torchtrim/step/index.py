@@ -89,7 +89,7 @@ class StepIndex:
 
     @cached_property
     def added(self) -> frozenset[int]:
-        """Gradients that backward adds to those of an earlier pass or call."""
+        """Gradients that backward adds to an earlier pass's or call's."""
         return frozenset(
             number
             for task in self._tasks

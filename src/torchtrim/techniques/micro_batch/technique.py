@@ -168,7 +168,7 @@ class _PartsEdit:
 
     @property
     def _added(self) -> frozenset[int]:
-        """Gradients that each part adds to those of an earlier pass or call."""
+        """Gradients that each part adds to an earlier pass's or call's."""
         return index_of(self._step).added
 
     def _early(self, numbers: Iterable[int], at: int) -> list[Block]:
