@@ -295,11 +295,8 @@ class Before:
         swapped = [one for one in self._held if one.table.get(one.name) is not one.tensor]
         others = [one.table.get(one.name) for one in swapped]
         generators = [(one, generator_state(one)) for one, _ in self._generators]
-        moved = [
-            (one, then, now) for one, then in self._outside if not one.same(then, now := one.read())
-        ]
-        for one, then, _ in moved:
-            one.write(then)
+        outside = [(one, one.read()) for one, _ in self._outside]
+        _put_outside(self._outside)
         _put_attributes(self._modules, self._objects)
         with _not_counted() if self.tensors else contextlib.nullcontext():
             for key, value in self.tensors.items():
@@ -320,8 +317,7 @@ class Before:
             for key, tensor in tensors.items():
                 self._table(key)[key.name] = tensor
             _put_attributes(self._modules, attributes)
-            for place, _, now in moved:
-                place.write(now)
+            _put_outside(outside)
 
     def _moved(self) -> str:
         """Return the name of a tensor whose memory was replaced, as by `.data = ...`, which counts as no
@@ -389,6 +385,12 @@ def _put_attributes(modules: Iterable[nn.Module], attributes: Iterable[dict[str,
             for name in [name for name in now if name not in before and name not in OF_TORCH]:
                 del now[name]
             now.update((name, one) for name, one in before.items() if name not in OF_TORCH)
+
+
+def _put_outside(values: Iterable[tuple[OuterValue, Any]]) -> None:
+    for place, value in values:
+        if not place.same(value, place.read()):
+            place.write(value)
 
 
 @contextlib.contextmanager
