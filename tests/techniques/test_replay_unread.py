@@ -90,6 +90,8 @@ def test_what_no_backward_reads_is_dropped_as_predicted(learns: bool) -> None:
     step = step_of(record(train_step(copy.deepcopy(model), batch, "SGD")))
     (option,) = unread(step)
     assert "Quantized.codebook:" in option.where
+    plan = Technique(name="replay", where=(option.where,), options=dict(option.settings))
+    assert "a graph that the script dropped" in TECHNIQUE.settled(step, plan).assumes[0]
     edit = TECHNIQUE.edits(step, option)
     assert edit is not None
     predicted = simulate(step, [edit]).peak_bytes

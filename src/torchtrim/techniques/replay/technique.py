@@ -27,6 +27,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from torchtrim.executor.places import wrong_options
 from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit
 from torchtrim.records.operator_names import base_name
@@ -40,6 +42,9 @@ from torchtrim.techniques.replay.reading import Remake
 from torchtrim.techniques.replay.table import BATCH_NORMS, CONJUGATING, NAMESPACE, norm_share
 
 _UNREAD = "unread"
+_STAYS_UNREAD = (
+    "a graph that the script dropped is run backward only if its inputs are still the same"
+)
 
 
 class Replay(TechniqueUnit):
@@ -52,7 +57,6 @@ class Replay(TechniqueUnit):
     assumes = (
         "no hooks on saved tensors",
         "what is computed from again stays the same until backward",
-        "graphs that no backward read are read by none after what they are computed from has changed",
     )
     unseen = ("nothing writes through `.data` between forward and backward",)
 
@@ -70,6 +74,12 @@ class Replay(TechniqueUnit):
             return None
         edit = joined(edit_of(step, one, unread=group.unread) for one in group.calls)
         return edit if _saves(step, edit) else None
+
+    def settled(self, step: Step, technique: Technique) -> Technique:
+        """Add the condition of results that no backward reads."""
+        if not technique.options.get(_UNREAD):
+            return technique
+        return msgspec.structs.replace(technique, assumes=(*technique.assumes, _STAYS_UNREAD))
 
     def apply(self, roots: Roots, technique: Technique) -> Handle:
         """Watch the named operators. If it raises `ApplyFailed`, the model is unchanged."""
