@@ -52,6 +52,7 @@ def test_what_cannot_fit_says_what_would() -> None:
     assert torchtrim.fit(step, int(smallest * 1.01)).planned is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_replay")
 def test_an_unequal_plan_is_not_left_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)

@@ -38,6 +38,7 @@ def test_checkpointed_blocks_are_all_that_a_person_changes() -> None:
     assert sum(a != b for a, b in zip(plain, second, strict=True)) == 1
 
 
+@pytest.mark.slow
 def test_what_plain_runs_show() -> None:
     """A checkpoint that appends again keeps something else; an error may have the code of a habit's end.
 

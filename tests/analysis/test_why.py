@@ -156,6 +156,7 @@ def test_what_no_model_reads_is_no_input_batch() -> None:
     assert why(step, data, late.index) == "held by the script from step to step"
 
 
+@pytest.mark.slow
 def test_an_average_of_the_parameters_is_called_so() -> None:
     profile = keeping.profile_of("average")
     kept = [h for h in holders(profile) if h.why == "average of the parameters"]

@@ -47,6 +47,7 @@ def test_the_table_in_the_documentation_is_that_of_the_last_run() -> None:
     assert f"setting or input in {figures['named']}." in page
 
 
+@pytest.mark.slow
 def test_some_are_caught() -> None:
     for fault in random.Random(draws.seed()).sample(ALL, 2):
         assert faults.try_fault(fault).certificate.verdict == "NOT EQUAL", fault.name

@@ -92,6 +92,7 @@ class _Sum(nn.Module):
         return x.sum()
 
 
+@pytest.mark.slow
 def test_a_plan_needs_less_and_names_what_it_saves() -> None:
     planner = mlp()
     choice = planner.plan(int(0.75 * planner.own.peak_bytes))

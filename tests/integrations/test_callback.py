@@ -43,6 +43,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "report"
 
 
+@pytest.mark.slow
 def test_a_trainer_of_transformers_is_planned_and_trains_the_same(
     out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,6 +146,7 @@ def test_a_rank_that_dies_is_named() -> None:
     assert "rank 1" in failed.value.learnt
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_ends_with_where_each_is(tmp_path: Path) -> None:
     words = ("--stalls", "1", "--at", "0")
     with working_folder() as folder, pytest.raises(ScriptFailed) as failed:

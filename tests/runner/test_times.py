@@ -54,6 +54,7 @@ def test_a_script_that_goes_on_is_timed_for_two_steps_more(tmp_path: Path) -> No
     assert (trial.forwards, trial.backwards, trial.optimizer_steps) == (4, 4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "then"), [(4, ""), (20, "raise"), (20, "sleep")])
 def test_one_that_ends_fails_or_waits_has_all_its_steps(
     tmp_path: Path, steps: int, then: str

@@ -193,6 +193,7 @@ def test_what_fails_before_the_model_runs_is_no_fault_of_the_plan(
     assert isinstance(raised.value, PlannedStepFailed) == bool(forwards)
 
 
+@pytest.mark.slow
 def test_a_script_that_hangs_is_stopped() -> None:
     for timeout in (4, 30):
         begin = time.monotonic()

@@ -28,6 +28,7 @@ KINDS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_views_are_the_same_to_the_bit_and_are_taken_back(kind: str) -> None:
     for found in ranks():

@@ -48,6 +48,7 @@ def planner_of(observed: tuple[torchtrim.TrainStep, Trial], *techniques: str) ->
     )
 
 
+@pytest.mark.slow
 def test_it_is_planned_and_certified(observed: tuple[torchtrim.TrainStep, Trial]) -> None:
     step, _ = observed
     planner = planner_of(observed, "micro_batch")

@@ -23,6 +23,7 @@ def ranks() -> tuple[dict[str, Any], ...]:
     return found_by("techniques.sharded_replicas")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["resharded", "kept", "accumulated", "later", "one block"])
 def test_shards_train_as_the_whole_to_the_bit_and_are_taken_back(kind: str) -> None:
     for found in ranks():

@@ -92,6 +92,7 @@ def test_what_fails_after_the_calls_is_said(tmp_path: Path) -> None:
     assert any("KeyError: 1000" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_a_loop_over_batches_and_the_largest_one(tmp_path: Path) -> None:
     path = tmp_path / "loop.py"
     path.write_text(LOOPS)

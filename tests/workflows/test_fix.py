@@ -108,6 +108,7 @@ def test_what_evidence_speaks_against_is_refused(tmp_path: Path) -> None:
     assert body in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("template", "reason"),
     [

@@ -95,6 +95,7 @@ def missed(step: TrainStep) -> InfeasibleBudget:
     return caught.value
 
 
+@pytest.mark.slow
 def test_what_cannot_be_met_leaves_the_plan_that_needs_least() -> None:
     step = step_of(*(Block(8) for _ in range(3)))
     error = missed(step)
@@ -209,6 +210,7 @@ class Towers(nn.Module):
         return self.one(x).mean(1) @ self.other(x).mean(1).T
 
 
+@pytest.mark.slow
 def test_a_lever_that_fits_was_run_and_leaves_out_what_mixes_samples() -> None:
     torch.manual_seed(0)
     step = train_step(Towers(), torch.randn(16, 64, 32), "SGD")

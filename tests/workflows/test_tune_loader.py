@@ -32,6 +32,7 @@ def tuned() -> Result:
     return tune_loader_report(Script(str(SCRIPT)), TuningRequest(seconds=20.0))
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_script_try_its_loader() -> None:
     report = tuned().report
     assert report.tuned is not None

@@ -90,6 +90,7 @@ def test_containers_of_all_kinds_are_named() -> None:
     assert all(place.endswith("each") for place in places)
 
 
+@pytest.mark.slow
 def test_what_is_bounded_or_falls_is_no_growth() -> None:
     newest: Any = collections.deque(maxlen=1000)
     window: list[torch.Tensor] = []
