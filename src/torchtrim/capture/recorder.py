@@ -26,12 +26,12 @@ from torchtrim.core.clock import queued_ns
 from torchtrim.dispatch.frames import uncompiled
 from torchtrim.dispatch.modes import (
     DROPOUT,
-    IN_PLACE,
     call_operator,
     dropout_of,
     enter_below,
     fake_mode,
     has_own_dispatch,
+    in_place,
     is_composite,
     is_random,
     leave,
@@ -143,7 +143,7 @@ class GradientSums:
 
         `own`: that input is from the running node.
         """
-        if len(inputs) < 2 or len(outputs) != 1 or torch.is_grad_enabled():
+        if len(inputs) < 2 or len(outputs) != 1:
             return False
         lives = self._storages.lives
         first, made = inputs[0][0], outputs[0][0]
@@ -363,7 +363,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node: Any = _current_autograd_node()
         frame = sys._getframe().f_back
         cause = self._cause(node, frame)
-        sums = node is not None and self._sums_gradients(func, node, frame)
+        own = self._writes_in_place(func, node, frame) if node is not None else None
         result, begin, end = self._run(func, args, kwargs)
         with self._lock:
             index = len(self.operators)
@@ -373,7 +373,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if node is None:
                 self.storages.keep(result)
             mark = index + len(self.raised)
-            if not (sums and self.sums.opens(IN_PLACE[func], index, mark, inputs, outputs)):
+            if own is None or not self.sums.opens(own, index, mark, inputs, outputs):
                 self.storages.note_peak()
             if self._dry is not None:
                 scratch = self._dry.take_workspace()
@@ -399,10 +399,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             detector.ran(ran, checks, node, self._origin)
         return result
 
-    def _sums_gradients(self, func: Any, node: Any, frame: FrameType | None) -> bool:
-        """Return True for a result of the engine or a formula of C++ that may be in place."""
+    def _writes_in_place(self, func: Any, node: Any, frame: FrameType | None) -> bool | None:
+        """Return `in_place` of an operator that the engine or a formula of C++ runs."""
         self.sums.runs(node, len(self.operators))
-        return func in IN_PLACE and frame is not None and frame.f_code is ENGINE
+        return in_place(func, node) if frame is not None and frame.f_code is ENGINE else None
 
     def _origin(self, index: int, tensor: torch.Tensor) -> Origin:
         """Return how a tensor that an operator reads was created."""

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim.dispatch.modes import (
     CUSTOM,
-    IN_PLACE,
     fake_mode,
     has_own_dispatch,
+    in_place,
     is_composite,
     is_custom,
     run_parts,
@@ -168,7 +168,7 @@ class Accelerator(TorchDispatchMode):
                     self.tags.put(made)
             if known.multiplies:
                 self.tags.hold(self.workspaces.product(args[0]))
-            if func in IN_PLACE and self._is_of_node(IN_PLACE[func], args[0]):
+            if self._is_in_place(func, args):
                 self.tags.may_replace(result, args[0])
         elif self.tags.any_open() and any(map(self.tags.is_open, tensors_among(args))):
             for made in tensors_among((result,)):
@@ -183,16 +183,16 @@ class Accelerator(TorchDispatchMode):
         if number != self._node[0]:
             self._node = number, self.tags.made
 
-    def _is_of_node(self, own: bool, first: torch.Tensor) -> bool:
-        """Return True if C++ code of backward runs on a tensor of its running node, or not `own`."""
+    def _is_in_place(self, func: Any, args: Any) -> bool:
+        """Return True if C++ code of backward would run an operator in place of its first argument."""
         number, began = self._node
-        if number < 0 or torch.is_grad_enabled():
+        if number < 0 or (own := in_place(func, _current_autograd_node())) is None:
             return False
         frame: Any = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename.startswith(_OURS):
             frame = frame.f_back
         by_engine = frame is not None and frame.f_code is ENGINE
-        return by_engine and own is (self.tags.number(first) >= began)
+        return by_engine and own is (self.tags.number(args[0]) >= began)
 
     def _is_number_on_device(self, args: Any) -> bool:
         value = args[2] if len(args) > 2 else None
