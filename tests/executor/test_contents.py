@@ -8,7 +8,7 @@ import contextvars
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -191,6 +191,34 @@ def test_what_is_put_back_and_forth_is_as_it_was(name: str) -> None:
     for place, value in now:
         place.write(value)
     assert kind.read(held) == after
+
+
+class Reversed(list[float]):
+    """A list that shows its items from the end."""
+
+    def __iter__(self) -> Iterator[float]:
+        return reversed(self)
+
+
+class Unbound:
+    """A proxy without an object."""
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        raise RuntimeError("outside of a request")
+
+
+def test_a_subclass_is_read_and_written_by_its_base() -> None:
+    held = Reversed([1.0, 2.0])
+    ((place, then),) = contents([("held", held)], None)
+    held.append(3.0)
+    place.write(then)
+    assert [held[0], held[1], len(held)] == [1.0, 2.0, 2]
+
+
+def test_an_object_that_shows_nothing_holds_nothing() -> None:
+    ((place, then),) = contents([("held", Unbound())], None)
+    assert place.same(then, place.read())
 
 
 def test_what_is_set_on_the_class_of_a_planned_block_is_set_for_all() -> None:

@@ -90,47 +90,52 @@ class _Fixed:
 
 
 class _List(_Fixed):
+    """A list or deque. A subclass may read and write in its own ways, so its base does."""
+
+    def __init__(self, value: Any, names: Collection[str] | None) -> None:
+        super().__init__(value, names)
+        self.base: Any = next(base for base in _HELD_AS if isinstance(value, base))
+
     def may_change(self) -> bool:
-        return len(self.value) <= _MOST_COPIED
+        return bool(self.base.__len__(self.value) <= _MOST_COPIED)
 
     def read(self) -> Any:
-        return list(self.value)
+        return list(self.base.__iter__(self.value))
 
     def write(self, before: Any) -> None:
-        self.value.clear()
-        self.value.extend(before)
+        self.base.clear(self.value)
+        self.base.extend(self.value, before)
+
+    def inner(self, now: Any) -> Iterable[Any]:
+        return iter(now) if now is not self.value else ()
 
 
 class _Set(_List):
     def write(self, before: Any) -> None:
-        self.value.clear()
-        self.value.update(before)
+        self.base.clear(self.value)
+        self.base.update(self.value, before)
 
     def inner(self, now: Any) -> Iterable[Any]:
         return ()
 
 
 class _Dict(_List):
-    """Any dict: a subclass may read and write in its own ways, as a Counter adds."""
-
     def read(self) -> Any:
         return dict.copy(self.value)
 
     def write(self, before: Any) -> None:
-        is_ordered = isinstance(self.value, collections.OrderedDict)
-        kind: Any = collections.OrderedDict if is_ordered else dict
-        kind.clear(self.value)
+        self.base.clear(self.value)
         for key, one in before.items():
-            kind.__setitem__(self.value, key, one)
+            self.base.__setitem__(self.value, key, one)
 
     def inner(self, now: Any) -> Iterable[Any]:
-        return dict.values(now) if len(now) <= _MOST_COPIED else ()
+        return now.values() if now is not self.value else ()
 
     def same(self, then: Any, now: Any) -> bool:
         return [*then] == [*now] and super().same(then.values(), now.values())
 
 
-class _Bytes(_Set):
+class _Bytes(_Fixed):
     """A bytearray, or an array of Python."""
 
     def may_change(self) -> bool:
@@ -141,6 +146,9 @@ class _Bytes(_Set):
 
     def write(self, before: Any) -> None:
         self.value[:] = before
+
+    def inner(self, now: Any) -> Iterable[Any]:
+        return ()
 
     def same(self, then: Any, now: Any) -> bool:
         return bool(then == now)
@@ -178,7 +186,7 @@ class _Variable(_Fixed):
         return then is now
 
 
-class _Object(_Dict):
+class _Object(_Fixed):
     """An object: its attributes in `__dict__` and in slots."""
 
     def may_change(self) -> bool:
@@ -186,18 +194,19 @@ class _Object(_Dict):
 
     def read(self) -> Any:
         every = self._table.copy()
-        if slots := _slots_of(self.kind):
-            every |= {name: getattr(self.value, name, UNKNOWN) for name in slots}
+        for name, slot in _slots_of(self.kind).items():
+            every[name] = _in_slot(slot, self.value)
         if self.names is None or _is_read_out_of_sight(self.kind):
             return every
         return {name: every[name] for name in every if name in self.names}
 
     def write(self, before: Any) -> None:
         gone = dict.fromkeys(self.read().keys() - before.keys(), UNKNOWN)
+        slots = _slots_of(self.kind)
         for name, one in (gone | before).items():
-            if name not in _slots_of(self.kind):
+            if name not in slots:
                 set_item(self._table, name, one)
-            elif one is not getattr(self.value, name, UNKNOWN):
+            elif one is not _in_slot(slots[name], self.value):
                 set_attribute(self.value, name, one)
 
     def inner(self, now: dict[str, Any]) -> Iterable[Any]:
@@ -208,7 +217,10 @@ class _Object(_Dict):
 
     @property
     def _table(self) -> dict[str, Any]:
-        table = getattr(self.value, "__dict__", None)
+        try:
+            table = self.value.__dict__
+        except Exception:  # of the program: a proxy may have no object
+            return {}
         return table if type(table) is dict else {}
 
 
@@ -219,9 +231,16 @@ def _is_read_out_of_sight(kind: type) -> bool:
 
 
 @functools.cache
-def _slots_of(kind: type) -> tuple[str, ...]:
-    every = (one for base in kind.__mro__ for one in vars(base).items())
-    return tuple(name for name, one in every if isinstance(one, types.MemberDescriptorType))
+def _slots_of(kind: type) -> dict[str, Any]:
+    every = (one for base in reversed(kind.__mro__) for one in vars(base).items())
+    return {name: one for name, one in every if isinstance(one, types.MemberDescriptorType)}
+
+
+def _in_slot(slot: Any, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return UNKNOWN
 
 
 _HELD_AS: dict[type, type[_Fixed]] = {
@@ -230,6 +249,7 @@ _HELD_AS: dict[type, type[_Fixed]] = {
     functools.partial: _Fixed,
     list: _List,
     collections.deque: _List,
+    collections.OrderedDict: _Dict,
     dict: _Dict,
     set: _Set,
     bytearray: _Bytes,
