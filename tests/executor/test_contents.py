@@ -139,6 +139,10 @@ KINDS = {
 
 class Block(nn.Module):
     count = 0
+    made = "first"
+
+    def __init_subclass__(cls) -> None:
+        cls.made = "another"
 
     def __init__(self, kind: Kind) -> None:
         torch.manual_seed(0)
@@ -231,3 +235,23 @@ def test_what_is_set_on_the_class_of_a_planned_block_is_set_for_all() -> None:
         assert (Block.count, other.count, block.count) == (3, 3, 3)
     finally:
         Block.count = 0
+
+
+def test_a_forward_that_a_library_wraps_in_the_class_of_a_planned_block_is_called_once() -> None:
+    """transformers does so for its own checkpoints."""
+    block, calls = Block(KINDS["class"]), []
+    plan = Technique(name="recompute", where=("Sequential.0",), options={})
+    technique("recompute").apply({"Sequential": nn.Sequential(block)}, plan)
+    kind: Any = type(block)
+    assert kind.made == "another"
+    assert Block.made == "first"
+    forward = kind.forward
+
+    def wrapped(*args: Any) -> Any:
+        calls.append(args)
+        return forward(*args)
+
+    kind.forward = wrapped
+    block(torch.ones(4, 8)).sum().backward()
+    assert len(calls) == 1
+    assert Block.forward is not wrapped

@@ -18,6 +18,7 @@ from torchtrim.errors import ApplyFailed
 
 Forward = Callable[..., Any]
 _SWAPPED = "_torchtrim_swapped"
+_IS_MADE = "_torchtrim_is_made"
 _PROTOCOL = 4  # The one that `copy` uses.
 _KEYS = torch._C._TorchDispatchModeKey
 
@@ -228,6 +229,10 @@ def _alike(kind: Any) -> Any:
         alike = isinstance(other, type) and _replaced(one) is _replaced(other)
         return alike or NotImplemented
 
+    def begin(one: type, *args: Any) -> None:
+        kind.__init__(one, *args)
+        setattr(one, _IS_MADE, True)
+
     def set_on(one: type, name: str, value: Any) -> None:
         kind.__setattr__(_holder(one, name), name, value)
 
@@ -237,6 +242,7 @@ def _alike(kind: Any) -> Any:
     namespace = {
         "__eq__": equals,
         "__hash__": lambda one: hash(_replaced(one)),
+        "__init__": begin,
         "__setattr__": set_on,
         "__delattr__": delete_from,
     }
@@ -244,9 +250,11 @@ def _alike(kind: Any) -> Any:
 
 
 def _holder(kind: type, name: str) -> type:
-    """Return the class that holds an attribute: the new class has Python's and ours."""
-    is_its_own = name.startswith(("__", "_abc_", "_torchtrim_"))
-    return kind if is_its_own else _replaced(kind)
+    """Return the class that holds an attribute: the new one has Python's, ours, its own, such as the forward
+    that a library wraps and sets again, and what `__init_subclass__` sets.
+    """
+    is_its_own = name.startswith(("__", "_abc_", "_torchtrim_")) or name in vars(kind)
+    return kind if is_its_own or _IS_MADE not in vars(kind) else _replaced(kind)
 
 
 def _replaced(kind: type) -> type:
