@@ -48,13 +48,13 @@ def full_name(func: Any) -> str:
 
 _ATEN = torch.ops.aten
 _INTO_ZEROS = (
-    *(
-        _ATEN.scatter.src,
-        _ATEN.scatter_add.default,
-        _ATEN.masked_scatter.default,
-        _ATEN.put.default,
-    ),
-    *(_ATEN.index_put.default, _ATEN.index_add.default, _ATEN.index_fill.int_Scalar),
+    _ATEN.scatter.src,
+    _ATEN.scatter_add.default,
+    _ATEN.masked_scatter.default,
+    _ATEN.put.default,
+    _ATEN.index_put.default,
+    _ATEN.index_add.default,
+    _ATEN.index_fill.int_Scalar,
 )
 _IN_PLACE: dict[Any, bool] = {_ATEN.add.Tensor: False, **dict.fromkeys(_INTO_ZEROS, True)}
 """Operators of backward whose result is in the place of their first argument where no dispatch mode runs.
@@ -62,16 +62,15 @@ _IN_PLACE: dict[Any, bool] = {_ATEN.add.Tensor: False, **dict.fromkeys(_INTO_ZER
 False: the engine's sums of gradients (`InputBuffer::accumulate`), of which the first is from an earlier node.
 True: writes into zeros that the node itself made (`areAnyTensorSubclassLike` in FunctionsManual.cpp).
 """
-_OF_FORMULA = {
-    _ATEN.sub.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
-    _ATEN.mul.Tensor: "BinaryCrossEntropyWithLogitsBackward0",
-}
+_OF_FORMULA = dict.fromkeys(
+    (_ATEN.sub.Tensor, _ATEN.mul.Tensor), "BinaryCrossEntropyWithLogitsBackward0"
+)
 """Operators that one formula alone applies to its own result in place, by its node's name."""
 
 
 def in_place(func: Any, node: Any) -> bool | None:
-    """Return if an operator of a backward node that may run in place writes to the node's own tensor; None
-    for other operators.
+    """Return True if a backward node runs an operator in place of a tensor of its own, False if of an earlier
+    node's, and None if it does not.
     """
     own = _IN_PLACE.get(func)
     if own is None and func in _OF_FORMULA and node.name() == _OF_FORMULA[func]:

@@ -78,7 +78,7 @@ class VersionedTensor:
 
     @property
     def is_written(self) -> bool:
-        """Whether it was written to since."""
+        """Return True if it was written to since."""
         return version_of(self.tensor) != self._version
 
     def get(self) -> torch.Tensor:
@@ -87,7 +87,7 @@ class VersionedTensor:
         return self.tensor
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise what `get` raises."""
+        """Raise `RuntimeError` if it was written to since. `shape`: for the message."""
         if self.is_written:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "

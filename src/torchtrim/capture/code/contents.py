@@ -61,7 +61,7 @@ def contents(
 
 
 class _Fixed:
-    """A value whose own items stay: a tuple, a partial function."""
+    """A value whose own items stay, such as a tuple."""
 
     def __init__(self, value: Any, names: Collection[str] | None) -> None:
         self.value, self.names = value, names
@@ -80,13 +80,18 @@ class _Fixed:
 
     def inner(self, now: Any) -> Iterable[Any]:
         """Return the values in it, or in its copy."""
-        if isinstance(now, functools.partial):
-            return *now.args, *now.keywords.values()
         return iter(now) if len(now) <= _MOST_COPIED else ()
 
     def same(self, then: Any, now: Any) -> bool:
         """Compare two copies."""
         return len(then) == len(now) and all(map(operator.is_, then, now))
+
+
+class _Partial(_Fixed):
+    """A function with some of its arguments."""
+
+    def inner(self, now: Any) -> Iterable[Any]:
+        return *now.args, *now.keywords.values()
 
 
 class _List(_Fixed):
@@ -246,7 +251,7 @@ def _in_slot(slot: Any, value: Any) -> Any:
 _HELD_AS: dict[type, type[_Fixed]] = {
     tuple: _Fixed,
     frozenset: _Fixed,
-    functools.partial: _Fixed,
+    functools.partial: _Partial,
     list: _List,
     collections.deque: _List,
     collections.OrderedDict: _Dict,
