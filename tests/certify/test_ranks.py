@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from planner.test_planner import profile_of
 from torchtrim.certify import variants
+from torchtrim.certify.compare import left_behind
 from torchtrim.certify.contest import Contest
 from torchtrim.certify.variants import certify_ranks
 from torchtrim.records.certificate import Certificate, Verdict
@@ -79,3 +81,27 @@ def test_the_worst_rank_is_the_verdict_and_is_named(
     assert (found.verdict, found.reason) == (worst, f"rank {number}: because")
     assert (found.largest_difference, found.noise) == (None, 0.25)
     assert found.compared == ("1 loss on each of 2 ranks", "2 gradients")
+
+
+@pytest.mark.parametrize(
+    ("world", "left", "grows"),
+    [
+        (1, (0, 0, 0, 0, 9000, 9000), True),
+        (1, (9000, 9000, 9000, 9000, 9000, 0), False),
+        (2, (0, 0, 0, 0, 9000, 9000), False),
+        (2, (9000, 9000, 9000, 9000, 9000, 9000), True),
+    ],
+)
+def test_what_gloo_frees_unseen_in_some_steps_is_not_left_behind(
+    world: int, left: tuple[int, ...], grows: bool
+) -> None:
+    request = Request(steps=len(left), warmup=0)
+    trials = [
+        Trial(
+            request=request,
+            profile=replace(profile_of("blocks"), world=world),
+            steps=[TrialStep(peak_bytes=1, left_bytes=each) for each in (0, *kept)],
+        )
+        for kept in ([0] * len(left), left)
+    ]
+    assert bool(left_behind(*trials)) is grows

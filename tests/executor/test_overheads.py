@@ -41,7 +41,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_they_are_measured_once_and_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = torch.get_rng_state()
-    first = overheads.overheads()
+    first = next(filter(None, (overheads.overheads() for _ in range(5))), None)
     assert first is not None
     assert kept.exists()
     assert all(0.0 <= one < 0.1 for one in msgspec.structs.astuple(first))
@@ -50,11 +50,21 @@ def test_they_are_measured_once_and_kept(kept: Path, monkeypatch: pytest.MonkeyP
     assert overheads.overheads() == first
 
 
-def test_a_broken_file_is_measured_anew(kept: Path) -> None:
+def test_a_broken_file_is_measured_anew(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept.parent.mkdir(parents=True)
     kept.write_text("{")
-    found = overheads.overheads()
-    assert msgspec.json.decode(kept.read_bytes(), type=Overheads) == found
+    monkeypatch.setattr(overheads, "measured", lambda: DEAR)
+    assert overheads.overheads() == DEAR
+    assert msgspec.json.decode(kept.read_bytes(), type=Overheads) == DEAR
+
+
+def test_without_a_measurement_nothing_is_kept(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another load can make the differences negative."""
+    monkeypatch.setattr(overheads, "measured", lambda: None)
+    assert overheads.overheads() is None
+    assert not kept.exists()
 
 
 def test_a_step_takes_them_from_its_profile() -> None:

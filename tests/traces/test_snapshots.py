@@ -25,16 +25,17 @@ from torchtrim.traces.snapshots.recording import Recording, recordings
 from torchtrim.traces.snapshots.replay import Replay
 from torchtrim.traces.snapshots.story import analyse_snapshot
 
+INTEGERS = st.integers(-(2**63), 2**64)  # Longer ones are refused.
 PLAIN = st.recursive(
     st.none()
     | st.booleans()
-    | st.integers(-(2**63), 2**64)
+    | INTEGERS
     | st.text()
     | st.floats(allow_nan=False),
     lambda inner: (
         st.lists(inner)
         | st.lists(inner, max_size=5).map(tuple)
-        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.dictionaries(st.text() | INTEGERS, inner)
     ),
     max_leaves=30,
 )
