@@ -58,9 +58,7 @@ def test_a_broken_file_is_measured_anew(kept: Path, monkeypatch: pytest.MonkeyPa
     assert msgspec.json.decode(kept.read_bytes(), type=Overheads) == DEAR
 
 
-def test_without_a_measurement_nothing_is_kept(
-    kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_measurement_nothing_is_kept(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another load can make the differences negative."""
     monkeypatch.setattr(overheads, "measured", lambda: None)
     assert overheads.overheads() is None

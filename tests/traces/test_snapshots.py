@@ -27,11 +27,7 @@ from torchtrim.traces.snapshots.story import analyse_snapshot
 
 INTEGERS = st.integers(-(2**63), 2**64)  # Longer ones are refused.
 PLAIN = st.recursive(
-    st.none()
-    | st.booleans()
-    | INTEGERS
-    | st.text()
-    | st.floats(allow_nan=False),
+    st.none() | st.booleans() | INTEGERS | st.text() | st.floats(allow_nan=False),
     lambda inner: (
         st.lists(inner)
         | st.lists(inner, max_size=5).map(tuple)
