@@ -19,11 +19,12 @@ from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import Handle, technique
 from torchtrim.executor.swap import is_swapped
 from torchtrim.records.plan import Technique
+from torchtrim.techniques.precision import TECHNIQUE as PRECISION
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 QUICKLY = {"export": ("recompute",), "compile": ("recompute", "replay")}
 MOSTLY = ("recompute", "replay", "overwrite")
-LOWERED = ("deepcopy", "vmap", "jvp")
+LOWERED = ("deepcopy", "vmap", "jvp", "compile")
 """What computes in the plan's precision too, since it may be of the training."""
 Options = dict[str, Any]
 
@@ -223,7 +224,19 @@ def test_exports_see_the_models_own_forward(name: str) -> None:
     ],
 )
 def test_compilers_see_the_models_own_forward(how: str, name: str) -> None:
-    assert same(made_by(SLOW[how]), made_by(SLOW[how], name))
+    is_same = same(made_by(SLOW[how]), made_by(SLOW[how], name))
+    assert is_same != (name == "precision" and how in LOWERED)
+
+
+@pytest.mark.parametrize("how", ["jit.trace", "make_fx", "compile", "export"])
+def test_what_is_made_of_a_model_in_half_precision_is_as_by_hand(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = {**QUICK, **SLOW}[how]
+    planned = made_by(export, "precision")
+    monkeypatch.setattr(PRECISION, "apply", PRECISION.by_hand)
+    monkeypatch.setattr(f"{__name__}.is_swapped", lambda _: True)
+    assert same(made_by(export, "precision"), planned)
 
 
 UNSUPPORTED = {

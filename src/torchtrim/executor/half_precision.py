@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.registry import Handle
-from torchtrim.executor.swap import Swapped, does_not_train, is_graphed
+from torchtrim.executor.swap import Swapped, does_not_train, is_exported_or_scripted
 
 Forward = Callable[..., Any]
 
@@ -28,7 +28,7 @@ def lowered(module: nn.Module, kind: type[AutocastForward | NarrowSaved], dtype:
     return Swapped(
         module,
         lambda forward: functools.partial(_if_graded, lowering, forward),
-        is_graphed if kind is AutocastForward else does_not_train,
+        is_exported_or_scripted if kind is AutocastForward else does_not_train,
         copied=lambda one: functools.partial(_of_copy, kind(one, dtype), one),
     )
 
@@ -175,7 +175,7 @@ def autocast_by_hand(module: nn.Module, dtype: str) -> Handle:
 
     @functools.wraps(forward)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_exported_or_scripted():
             return forward(self, *args, **kwargs)
         with torch.autocast(device, dtype=half):
             result = forward(self, *args, **kwargs)

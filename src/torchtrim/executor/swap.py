@@ -53,8 +53,16 @@ def does_not_train() -> bool:
 
 def is_exported() -> bool:
     """Return True where a model is traced for another purpose than `torch.compile`."""
-    compiles = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    return not compiles and does_not_train()
+    return not _is_compiled() and does_not_train()
+
+
+def is_exported_or_scripted() -> bool:
+    """Return True where a graph of a model is made that runs without it, unlike by `torch.compile`."""
+    return not _is_compiled() and is_graphed()
+
+
+def _is_compiled() -> bool:
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 class Swapped:

@@ -15,8 +15,9 @@ With `dtype = "float16"`, for GPUs before Ampere, a script must scale its loss (
 small gradients vanish. It is never planned, but may be written into a plan or pinned if the script scales.
 Calls without gradients, such as evaluation, run unchanged. The step computes a different function: the
 certificate says AS ASKED if everything else equals the program with this change made by hand, and shows the
-losses of both. Copies of a root compute as it does; a pickle of it has the original's precision, so that it
-loads anywhere. `where` names roots.
+losses of both. Copies of a root compute as it does, and so does what `torch.compile` makes of it; pickles
+and exports of it have the original's precision, as evaluation has, so that they run anywhere. `where` names
+roots.
 """
 
 from __future__ import annotations
