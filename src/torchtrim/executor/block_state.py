@@ -1,10 +1,10 @@
 """The state that a block reads and writes, apart from its arguments: saved, and restored for a rerun.
 
-The state consists of buffers, tensors and plain attributes of the block's modules, and the random number
-generators that its code reaches. A rerun starts from the state of the first run and leaves the current state
-unchanged. Writes are checked in every first run, since statistics may start after a warm-up. A copy-on-write
-clone of each buffer costs under a microsecond and detects writes that no version counter sees, such as those
-of BatchNorm's kernels.
+The state consists of buffers, tensors and plain attributes of the block's modules, the random number
+generators that its code reaches, and torch's settings. A rerun starts from the state of the first run and
+leaves the current state unchanged. Writes are checked in every first run, since statistics may start after a
+warm-up. A copy-on-write clone of each buffer costs under a microsecond and detects writes that no version
+counter sees, such as those of BatchNorm's kernels.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from torchtrim.capture.snapshot import OF_TORCH, generator_state, set_state
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once
 from torchtrim.executor.ordinals import unnumbered
+from torchtrim.executor.torch_settings import torch_settings, under
 
 _ATOMS = frozenset((bool, int, float, str, type(None), types.FunctionType, object))
 _TENSORLESS = _ATOMS | {tuple, list, dict, set, OrderedDict}
@@ -228,6 +229,7 @@ class Before:
         self._versions = {key: (tensor, version_of(tensor)) for key, tensor in now.items()}
         every = (*state.generators, *generators)
         self._generators = [(one, generator_state(one)) for one in every]
+        self._settings = torch_settings()
 
     def _table(self, key: Key) -> dict[str, Any]:
         """The table that holds a tensor, in the modules that ran: the block's may have changed."""
@@ -308,7 +310,8 @@ class Before:
         for one, was in self._generators:
             set_state(one, was)
         try:
-            yield
+            with under(self._settings):
+                yield
         finally:
             for one, now in generators:
                 set_state(one, now)
