@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrim import Unsupported
 from torchtrim.dryrun.mode import Dry
@@ -153,7 +157,18 @@ def test_an_unknown_loss_is_finite(dry: Dry) -> None:
     assert not torch.isfinite(torch.tensor(float("inf")))
 
 
-def test_lbfgs_fills_its_history(dry: Dry) -> None:
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, Passing, Dispatching])
+def test_lbfgs_fills_its_history(dry: Dry, around: Any) -> None:
     net = nn.Linear(300, 300)
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4, history_size=2)
     calls = 0
@@ -167,7 +182,8 @@ def test_lbfgs_fills_its_history(dry: Dry) -> None:
         loss.backward()
         return loss
 
-    optimizer.step(closure)
+    with around():
+        optimizer.step(closure)
     assert calls == 4
     (group,), (state,) = optimizer.param_groups, optimizer.state.values()
     assert (len(state["old_dirs"]), group["tolerance_change"]) == (2, 1e-9)

@@ -68,13 +68,16 @@ def _scalar(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
 
 
 def _asks_for_curvature() -> bool:
-    """Return True where LBFGS asks if a pair of its history is curved, as it is in nearly every step."""
+    """Return True where LBFGS asks if a pair of its history is curved, as it is in nearly every step.
+
+    Modes and the dispatcher may stand between: nothing else asks while that line runs.
+    """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torchtrim."):
+    while frame is not None and frame.f_globals.get("__name__") != "torch.optim.lbfgs":
         frame = frame.f_back
-    if frame is None or frame.f_globals.get("__name__") != "torch.optim.lbfgs":
-        return False
-    return "ys >" in linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return frame is not None and "ys >" in linecache.getline(
+        frame.f_code.co_filename, frame.f_lineno
+    )
 
 
 def _false(dry: Dry, func: Any, args: Any, kwargs: Any, known: bool) -> Any:
