@@ -25,17 +25,18 @@ from torchtrim.capture.code.contents import contents
 from torchtrim.capture.code.hooks import (
     are_all_hooked,
     backward_hooks_on_all,
-    forward_hooks_on_all,
     hooks_of,
     is_ours,
 )
-from torchtrim.capture.code.outside import OuterValue
-from torchtrim.capture.code.side_effects import CalledFunction, SideEffects, changed
+from torchtrim.capture.code.live import UNKNOWN
+from torchtrim.capture.code.outside import OuterValue, set_item
+from torchtrim.capture.code.side_effects import CalledFunction, SideEffects
 from torchtrim.capture.recording import tensors_in
 from torchtrim.capture.snapshot import OF_TORCH, generator_state, set_state
 from torchtrim.errors import ApplyFailed
 from torchtrim.executor.notices import say_once
 from torchtrim.executor.ordinals import unnumbered
+from torchtrim.executor.structure import Structure
 from torchtrim.executor.torch_settings import torch_settings, under
 
 _ATOMS = frozenset((bool, int, float, str, type(None), types.FunctionType, object))
@@ -86,7 +87,7 @@ class BlockState:
         is given the same arguments, so hooks on the forward of all modules may run again, if they have no
         side effects.
         """
-        if self._shape() != self._known or changed(self._effects.references):
+        if not self.structure.is_current():
             self._look()
         if backward_hooks_on_all() if same else are_all_hooked():
             return "all modules have hooks, which would be called twice"
@@ -121,7 +122,7 @@ class BlockState:
             for table in (vars(one), one._parameters, one._buffers)
         }
         self.places = [(one, one.owner in own) for one in self._effects.outside.values()]
-        self._known = self._shape()
+        self.structure = Structure(self.modules, self._effects.references)
         self._hooked = [module for module in self.modules if any(hooks_of(module))]
 
     def outside(self) -> list[tuple[OuterValue, Any]]:
@@ -135,20 +136,6 @@ class BlockState:
     def may_read(self, name: str) -> bool:
         """Return True if a run may read what the last one left in an attribute of this name."""
         return self.reads_all or name in self.reads
-
-    def _shape(self) -> list[Any]:
-        """A snapshot of types, children, own methods and hooks, which shows whether code may have changed."""
-        own = (
-            (
-                type(module),
-                module.__dict__.get("forward"),
-                len(module._forward_hooks) + len(module._forward_pre_hooks),
-                len(module._backward_hooks) + len(module._backward_pre_hooks),
-                *module._modules.values(),
-            )
-            for module in self.modules
-        )
-        return [*own, *forward_hooks_on_all()]
 
     def tensors(self) -> Iterator[tuple[Key, torch.Tensor]]:
         """Yield the buffers of the modules and the tensors among their attributes."""
@@ -176,16 +163,21 @@ class BlockState:
             counts = vars(module).get("max_norm", own) is None
             for name, one in table.items():
                 if one is not None:
-                    yield Held(table, name, one, version_of(one) if counts else None)
+                    version = version_of(one) if counts else None
+                    yield Held(table, name, one, version, one.requires_grad)
 
 
 class Held(NamedTuple):
-    """A tensor in a module's table, with its version then, or None if writes do not matter."""
+    """A tensor in a module's table, with its version then, or None if writes do not matter.
+
+    `trains`: whether a parameter required gradients.
+    """
 
     table: dict[str, Any]
     name: str
     tensor: torch.Tensor
     version: int | None
+    trains: bool | None = None
 
 
 def _held_outside(values: Iterable[tuple[OuterValue, Any]]) -> Iterator[Held]:
@@ -196,10 +188,24 @@ def _held_outside(values: Iterable[tuple[OuterValue, Any]]) -> Iterator[Held]:
             yield Held({place.name: one}, place.name, one, version_of(one))
 
 
+@contextlib.contextmanager
+def _training(held: Iterable[Held]) -> Iterator[None]:
+    """Have parameters require gradients as they did."""
+    others = [one for one in held if one.trains is not None]
+    others = [one for one in others if one.tensor.requires_grad is not one.trains]
+    for one in others:
+        one.tensor.requires_grad_(bool(one.trains))
+    try:
+        yield
+    finally:
+        for one in others:
+            one.tensor.requires_grad_(not one.trains)
+
+
 def _written_among(held: Iterable[Held]) -> str:
-    for _, name, tensor, version in held:
-        if version is not None and version_of(tensor) != version:
-            return name
+    for one in held:
+        if one.version is not None and version_of(one.tensor) != one.version:
+            return one.name
     return ""
 
 
@@ -208,7 +214,7 @@ class Before:
 
     def __init__(self, state: BlockState, *, tensors: bool, generators: Sequence[Any] = ()) -> None:
         self._state = state
-        self._modules = state.modules
+        self._modules, self._structure = state.modules, state.structure
         self._mode = state.mode
         now = dict(state.tensors())
         written = state.written.get(self._mode, ())
@@ -295,7 +301,7 @@ class Before:
         attributes = [vars(module).copy() for module in self._modules]
         tensors = {key: self._table(key).get(key.name) for key in (*self.tensors, *self._new)}
         swapped = [one for one in self._held if one.table.get(one.name) is not one.tensor]
-        others = [one.table.get(one.name) for one in swapped]
+        others = [one.table.get(one.name, UNKNOWN) for one in swapped]
         generators = [(one, generator_state(one)) for one, _ in self._generators]
         outside = [(one, one.read()) for one, _ in self._outside]
         _put_outside(self._outside)
@@ -310,13 +316,13 @@ class Before:
         for one, was in self._generators:
             set_state(one, was)
         try:
-            with under(self._settings):
+            with self._structure.again(), _training(self._held), under(self._settings):
                 yield
         finally:
             for one, now in generators:
                 set_state(one, now)
             for held, other in zip(swapped, others, strict=True):
-                held.table[held.name] = other
+                set_item(held.table, held.name, other)
             for key, tensor in tensors.items():
                 self._table(key)[key.name] = tensor
             _put_attributes(self._modules, attributes)

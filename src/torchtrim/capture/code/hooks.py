@@ -14,14 +14,19 @@ from torch.nn.modules.module import (
 )
 
 
-def hooks_of(module: nn.Module) -> Iterator[Any]:
-    """Yield the user's hooks on a module's forward and backward."""
-    for table in (
+def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """Return the tables of hooks on a module's forward and backward, by the ids of their handles."""
+    return (
         module._forward_pre_hooks,
         module._forward_hooks,
         module._backward_pre_hooks,
         module._backward_hooks,
-    ):
+    )
+
+
+def hooks_of(module: nn.Module) -> Iterator[Any]:
+    """Yield the hooks on a module's forward and backward."""
+    for table in hook_tables(module):
         yield from table.values()
 
 

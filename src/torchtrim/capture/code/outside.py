@@ -19,11 +19,12 @@ _TENSOR_TABLES = ("_parameters", "_buffers")
 class OuterValue(NamedTuple):
     """A place that holds a value: `UNKNOWN` for none, and writing it empties the place.
 
-    `owner`: the id of what holds the place. `is_read`: the code reads it for sure.
+    `owner`: the id of what holds the place. `name`: a name, a key or an index. `is_read`: the code reads it
+    for sure.
     """
 
     owner: int
-    name: str
+    name: Any
     read: Callable[[], Any]
     write: Callable[[Any], None]
     same: Callable[[Any, Any], bool] = operator.is_
@@ -33,20 +34,20 @@ class OuterValue(NamedTuple):
 def outer_values(table: Any, name: str) -> Iterator[OuterValue]:
     """Yield the places where a name is looked up: in a dict; in an object, a module's tensors, a class."""
     if type(table) is dict:
-        yield _of_item(table, name)
+        yield of_item(table, name)
         return
     own = getattr(table, "__dict__", None)
     tables = [own] if type(own) is dict else []
     if isinstance(table, nn.Module):
         tables += [getattr(table, one) for one in _TENSOR_TABLES]
     if found := next((one for one in tables if name in one), None):
-        yield _of_item(found, name)
+        yield of_item(found, name)
         return
     if tables and not isinstance(table, torch.Tensor):
-        yield _of_item(tables[0], name)
+        yield of_item(tables[0], name)
     for kind in (table if isinstance(table, type) else type(table)).__mro__:
         if name in vars(kind) or not is_trusted(kind):
-            yield _of_class(kind, name)
+            yield of_class(kind, name)
         if name in vars(kind):
             return
 
@@ -62,12 +63,15 @@ def of_default(function: types.FunctionType, name: str, value: Any) -> OuterValu
     return OuterValue(id(function), name, lambda: value, lambda _: None)
 
 
-def _of_class(kind: type, name: str) -> OuterValue:
+def of_class(kind: type, name: str) -> OuterValue:
+    """Return the place of a class's own attribute."""
     write = functools.partial(set_attribute, kind, name)
-    return OuterValue(id(kind), name, lambda: vars(kind).get(name, UNKNOWN), write)
+    read = functools.partial(vars(kind).get, name, UNKNOWN)
+    return OuterValue(id(kind), name, read, write)
 
 
-def _of_item(names: dict[str, Any], name: str) -> OuterValue:
+def of_item(names: dict[str, Any], name: str) -> OuterValue:
+    """Return the place of a dict's item, such as a global name."""
     read = functools.partial(names.get, name, UNKNOWN)
     return OuterValue(id(names), name, read, functools.partial(set_item, names, name))
 

@@ -18,7 +18,7 @@ import itertools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,14 @@ from torchtrim.capture.code.live import (
     is_trusted,
     own_nodes,
 )
-from torchtrim.capture.code.outside import OuterValue, of_closure, of_default, outer_values
+from torchtrim.capture.code.outside import (
+    OuterValue,
+    of_class,
+    of_closure,
+    of_default,
+    of_item,
+    outer_values,
+)
 from torchtrim.capture.code.syntax import filled_once, opens_for_writing, raising
 from torchtrim.core.isolation import debugging, said_of
 
@@ -79,8 +86,13 @@ class Write(NamedTuple):
 
 CalledFunction = types.FunctionType | functools.partial[Any]
 """A function, with the arguments of its call where they are known: `UNKNOWN` for what outlives the call."""
-Reference = tuple[Callable[[], Any], Any]
-"""A function that reads the value of a name, and the value that it had."""
+
+
+class Reference(NamedTuple):
+    """A place that leads to code or random numbers, and the value that it had."""
+
+    place: OuterValue
+    value: Any
 
 
 class SideEffects:
@@ -134,7 +146,7 @@ class SideEffects:
     def _look_at(self, module: nn.Module) -> None:
         for name, value in vars(module).items():
             if self._note_generators(value):
-                self._remember(vars(module), name)
+                self._watch(of_item(vars(module), name))
         if "forward" in vars(module):
             self._call(vars(module)["forward"], 0)
         else:
@@ -161,14 +173,14 @@ class SideEffects:
             if "forward" in vars(kind) and "_torchtrim_swapped" not in vars(kind)
         )
         forward = vars(kind)["forward"]
-        self._remember(vars(kind), "forward")
+        self._watch(of_class(kind, "forward"))
         if not isinstance(forward, types.FunctionType) or not is_trusted(forward):
             self._call(types.MethodType(forward, module), 0)
             return
         # Layers of torch call `torch.nn.functional`, which a program may patch.
         table = vars(torch.nn.functional)
         for name in set(forward.__code__.co_names) & table.keys():
-            self._remember(table, name)
+            self._watch(of_item(table, name))
             if isinstance(table[name], types.FunctionType):
                 self._call(table[name], 1)
 
@@ -194,7 +206,7 @@ class SideEffects:
         ):
             found = content(cell)
             if self._leads_on(found):
-                self._watch((id(cell), name), functools.partial(content, cell))
+                self._watch(of_closure(cell, name))
             self._reads_outside(found, of_closure(cell, name))
         given = [*(Resolved(value, True) for value in bound), *arguments]
         partial = called.keywords if isinstance(called, functools.partial) else {}
@@ -237,12 +249,8 @@ class SideEffects:
         if found is not UNKNOWN or name not in vars(builtins):
             self._reads_outside(found, *outer_values(table, name))
         self._reads_by_descriptor(table, name)
-        names = table if type(table) is dict else getattr(table, "__dict__", None)
-        if leads_on and names is not None:
-            kinds = () if type(table) is dict or isinstance(table, type) else type(table).__mro__
-            classes = [vars(kind) for kind in kinds if name in vars(kind)]
-            for one in (names, *classes[:1]):
-                self._remember(one, name)
+        if leads_on and (type(table) is dict or hasattr(table, "__dict__")):
+            self._watch_name(table, name)
 
     def _leads_on(self, found: Any) -> bool:
         """Return True for what leads to code, state or random numbers. Modules are looked at anyway."""
@@ -267,13 +275,21 @@ class SideEffects:
             self.reads |= {*getter.__code__.co_names}
             self.reads |= {one for one in getter.__code__.co_consts if isinstance(one, str)}
 
-    def _remember(self, names: Mapping[Any, Any], name: Any) -> None:
-        self._watch((id(names), name), functools.partial(names.get, name, UNKNOWN))
+    def _watch_name(self, table: Any, name: str) -> None:
+        """Watch the places where a name is looked up: in a dict, in an object and its class, in a class."""
+        if isinstance(table, type):
+            self._watch(of_class(table, name))
+            return
+        self._watch(of_item(table if type(table) is dict else vars(table), name))
+        kinds = () if type(table) is dict else type(table).__mro__
+        for kind in [kind for kind in kinds if name in vars(kind)][:1]:
+            self._watch(of_class(kind, name))
 
-    def _watch(self, place: tuple[int, Any], read: Callable[[], Any]) -> None:
-        if place not in self._referred:
-            self._referred.add(place)
-            self.references.append((read, read()))
+    def _watch(self, place: OuterValue) -> None:
+        key = place.owner, place.name
+        if key not in self._referred:
+            self._referred.add(key)
+            self.references.append(Reference(place, place.read()))
 
     def _note_generators(self, value: Any) -> bool:
         """Note the random generators in a value, and return True if there are any."""
@@ -281,7 +297,8 @@ class SideEffects:
         keys = value if isinstance(value, dict) else range(len(value)) if small else ()
         inner = [key for key in keys if self._note_generator(value[key])] if small else []
         for key in inner:
-            self._watch((id(value), key), functools.partial(_item, value, key))
+            read, write = functools.partial(_item, value, key), functools.partial(_put, value, key)
+            self._watch(OuterValue(id(value), key, read, write))
         return bool(inner) or self._note_generator(value)
 
     def _note_generator(self, value: Any) -> bool:
@@ -295,7 +312,7 @@ class SideEffects:
 
 def changed(references: Iterable[Reference]) -> bool:
     """Return True if any name has another value than before."""
-    return any(read() is not found for read, found in references)
+    return any(place.read() is not value for place, value in references)
 
 
 def _item(container: Any, key: Any) -> Any:
@@ -303,6 +320,12 @@ def _item(container: Any, key: Any) -> Any:
         return container[key]
     except LookupError:
         return UNKNOWN
+
+
+def _put(container: Any, key: Any, value: Any) -> None:
+    """Set an item, if the container still has it: one that has grown shorter keeps its length."""
+    if value is not UNKNOWN and _item(container, key) is not UNKNOWN:
+        container[key] = value
 
 
 def is_generator(value: Any) -> bool:

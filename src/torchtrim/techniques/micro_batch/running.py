@@ -338,8 +338,9 @@ class _PartedRun:
             del tree
             pairs = list(self._pairs(made, grads, rows))
             del made
-            if pairs:
-                _run_backward(pairs)
+        # Outside: parameters that the program has frozen since get no gradient.
+        if pairs:
+            _run_backward(pairs)
         for number, tensor in enumerate(mine):
             if tensor is not None and tensor.grad is not None:
                 self._collect(of_inputs, number, tensor.grad, rows)

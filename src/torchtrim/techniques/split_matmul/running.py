@@ -199,11 +199,12 @@ class _RowParts(torch.autograd.Function):
             part = rows[..., first:last, :].requires_grad_(wanted)
             with ctx.before.again(), torch.enable_grad(), ctx.cast():
                 made = ctx.again(part)
-            if first == 0:
-                _check_owned(made, [part, *owned])
+                if first == 0:
+                    _check_owned(made, [part, *owned])
+                # By their edges: the program may have frozen parameters since.
+                inputs = [*map(get_gradient_edge, [part, *owned] if wanted else owned)]
             edge, comes_here = get_gradient_edge(made), comes[first:last].view(made.shape)
             del made
-            inputs = [part, *owned] if wanted else owned
             with _without_hooks(owned):
                 found: list[Tensor | None] = [
                     *torch.autograd.grad(edge, inputs, comes_here, allow_unused=True)

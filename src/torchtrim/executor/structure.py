@@ -1,0 +1,93 @@
+"""The structure of modules, and their code: kept for a rerun, since the program may change it before."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as of_all
+
+from torchtrim.capture.code.hooks import forward_hooks_on_all, hook_tables, is_ours
+from torchtrim.capture.code.side_effects import Reference, changed
+
+
+class Structure:
+    """Classes, children, hooks and code of modules, as they are now. `references` lead to their code."""
+
+    def __init__(self, modules: Sequence[nn.Module], references: Sequence[Reference]) -> None:
+        self._modules = modules
+        self._references = references
+        self._of_modules = [(type(one), dict(one._modules)) for one in modules]
+        self._hooks_on_all = [(table, dict(table)) for table in _tables_of_all()]
+        self._shape = self._now()
+
+    def is_current(self) -> bool:
+        """Return True if nothing has changed since."""
+        return self._now() == self._shape and not changed(self._references)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Have that structure inside, without the program's hooks on the modules."""
+        with contextlib.ExitStack() as stack:
+            if not self.is_current():
+                self._put_back(stack)
+            yield
+
+    def _put_back(self, stack: contextlib.ExitStack) -> None:
+        for module, (kind, children) in zip(self._modules, self._of_modules, strict=True):
+            if type(module) is not kind:
+                stack.callback(setattr, module, "__class__", type(module))
+                module.__class__ = kind
+            _exchange(stack, module._modules, children)
+            for hooks in hook_tables(module):
+                _exchange(stack, hooks, _ours(hooks))
+        for table, then in self._hooks_on_all:
+            _exchange(stack, table, {**then, **_ours(table)})
+        for one in self._references:
+            if (now := one.place.read()) is not one.value:
+                stack.callback(one.place.write, now)
+                one.place.write(one.value)
+
+    def _now(self) -> list[Any]:
+        """Types, children, own methods and hooks, which show whether code may have changed."""
+        own = (
+            (
+                type(module),
+                module.__dict__.get("forward"),
+                len(module._forward_hooks) + len(module._forward_pre_hooks),
+                len(module._backward_hooks) + len(module._backward_pre_hooks),
+                *module._modules.values(),
+            )
+            for module in self._modules
+        )
+        return [*own, *forward_hooks_on_all()]
+
+
+def _tables_of_all() -> tuple[MutableMapping[int, Any], ...]:
+    return (
+        of_all._global_forward_pre_hooks,
+        of_all._global_forward_hooks,
+        of_all._global_forward_hooks_with_kwargs,
+        of_all._global_forward_hooks_always_called,
+    )
+
+
+def _ours(table: MutableMapping[int, Any]) -> dict[int, Any]:
+    return {key: hook for key, hook in table.items() if is_ours(hook)}
+
+
+def _exchange(
+    stack: contextlib.ExitStack, table: MutableMapping[Any, Any], wanted: Mapping[Any, Any]
+) -> None:
+    """Give a table other content until the stack unwinds."""
+    now = dict(table)
+    if now != wanted:
+        stack.callback(_refill, table, now)
+        _refill(table, wanted)
+
+
+def _refill(table: MutableMapping[Any, Any], content: Mapping[Any, Any]) -> None:
+    table.clear()
+    table.update(content)
