@@ -33,13 +33,14 @@ from torchtrim.executor.places import wrong_options
 from torchtrim.executor.registry import Handle, Option, Roots, TechniqueUnit
 from torchtrim.records.operator_names import base_name
 from torchtrim.records.plan import Technique
-from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, Rise, drops_of, joined
+from torchtrim.step.edits import Block, Drop, Edit, Insert, Need, joined
 from torchtrim.step.index import index_of
 from torchtrim.step.simulate import deaths
 from torchtrim.step.step import DEVICE, Hold, Span, Step
+from torchtrim.techniques.replay.conjugates import spared_conjugates
 from torchtrim.techniques.replay.groups import GroupCall, groups_of
 from torchtrim.techniques.replay.reading import Remake
-from torchtrim.techniques.replay.table import BATCH_NORMS, CONJUGATING, NAMESPACE, norm_share
+from torchtrim.techniques.replay.table import BATCH_NORMS, NAMESPACE, norm_share
 
 _UNREAD = "unread"
 _STAYS_UNREAD = (
@@ -135,13 +136,12 @@ def edit_of(step: Step, group: GroupCall, *, unread: bool = False) -> Edit:
     for one in again:
         by_moment[one.at].append(one)
     noise = {one.made.tensor: one for one in again if one.made.elements}.values()
-    conjugates = [*dict.fromkeys(_conjugates(step, again))]
-    copies = [task for task in conjugates if _is_copy(step, task)]
+    conjugates = spared_conjugates(step, [one.made for one in again])
     inserts = (_insert(step, at, several) for at, several in sorted(by_moment.items()))
     return Edit(
         drops=(
             *(Drop(m.tensor, place) for m in group.members for place, _ in m.holds),
-            *drops_of(step, (number for task in copies for number in step.made_by[task])),
+            *conjugates.drops,
         ),
         needs=tuple(_needs(step, _dropped(group.members) if unread else again)),
         blocks=(
@@ -157,7 +157,7 @@ def edit_of(step: Step, group: GroupCall, *, unread: bool = False) -> Edit:
             *(_packing(step, one.made) for one in noise),
             Insert(span.first, (span.last - span.first) * step.overhead.watched / group.sharing, 0),
         ),
-        rises=tuple(Rise(task, _made_bytes(step, task, copies)) for task in conjugates),
+        rises=conjugates.rises,
         claims=tuple(Span(task, task + 1) for task in sorted({*group.tasks, *group.savers})),
     )
 
@@ -200,35 +200,6 @@ def _moments(members: tuple[Remake, ...], uses: Mapping[int, Span]) -> list[_Rec
             kept = max((made.until, *(one.kept for one in users)))
             moments[made.tensor] = _Recomputation(made, min(asked), until, kept)
     return [moments[made.tensor] for made in members if made.tensor in moments]
-
-
-def _conjugates(step: Step, again: list[_Recomputation]) -> Iterator[int]:
-    """Yield the tasks of backward that copy a complex member to conjugate it, which recipes spare."""
-    nested = {number for one in again for number in one.made.inputs}
-    for made in (one.made for one in again if one.made.tensor not in nested):
-        savers = [saver for saver in made.savers if saver >= 0]
-        if all(_conjugating(step, saver) for saver in savers):
-            every = (task for saver in savers for task in step.backward.get(saver, ()))
-            yield from (task for task in every if _reads_conjugate(step, task, made.tensor))
-
-
-def _conjugating(step: Step, saver: int) -> bool:
-    return base_name(step.tasks[saver].name).removeprefix(NAMESPACE) in CONJUGATING
-
-
-def _reads_conjugate(step: Step, task: int, number: int) -> bool:
-    """Return True if a task reads a tensor that the one before it conjugated."""
-    before = step.tasks[task - 1]
-    conjugated = base_name(before.name) == f"{NAMESPACE}_conj" and number in before.reads
-    return conjugated and number in step.tasks[task].reads
-
-
-def _made_bytes(step: Step, task: int, gone: list[int]) -> int:
-    return 0 if task in gone else sum(step.tensors[n].bytes for n in step.made_by[task])
-
-
-def _is_copy(step: Step, task: int) -> bool:
-    return base_name(step.tasks[task].name) == f"{NAMESPACE}clone"
 
 
 def _dropped(members: tuple[Remake, ...]) -> list[_Recomputation]:
