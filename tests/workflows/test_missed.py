@@ -15,6 +15,7 @@ from steps import Block, fitting, images, quiet, squared, train_step
 from torchtrim import InfeasibleBudget, Script, TrainStep
 from torchtrim.api import optimize_report
 from torchtrim.errors import PlannedStepFailed
+from torchtrim.executor.registry import names
 from torchtrim.planner.planner import Planner
 from torchtrim.records.budget import Budget, memory_limit
 from torchtrim.records.terms import Allowance, Terms
@@ -65,6 +66,40 @@ for length in (4, 2, 2, 9, 3, 2, 2):
     optimizer.zero_grad()
     losses = [model(torch.randn(64, 64)).square().mean() for _ in range(length)]
     torch.stack(losses).sum().backward()
+    optimizer.step()
+"""
+
+OTHER_WAYS = """
+import torch
+from torch import nn
+
+
+class Either(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Sequential(*[Block() for _ in range(n)]) for n in (6, 5))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.ways[self.calls > 2](x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+torch.manual_seed(0)
+model = Either()
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(1024, 32)).square().mean().backward()
     optimizer.step()
 """
 
@@ -325,6 +360,19 @@ def test_a_step_that_is_longer_than_the_longest_seen_is_recorded_in_its_turn(
     assert runs.observe_longest().recorded == 3
     assert runs.observe_longest() is runs.original
     assert len(runs.notes) == 1
+
+
+@pytest.mark.parametrize("later", [2, 9])
+def test_a_step_that_takes_another_way_and_needs_more_is_told(tmp_path: Path, later: int) -> None:
+    """The original needs less in the other way, and a plan saves nothing of it."""
+    script = script_of(tmp_path, OTHER_WAYS.replace("self.calls > 2", f"self.calls > {later}"))
+    terms = Terms(exclude=(*({*names()} - {"recompute"}),))
+    report = optimize_report(script, "70%", Request(steps=1), terms=terms).report
+    assert report.planned is not None
+    higher = report.planned.peak_bytes > 1.1 * report.planned.tracked_peak_bytes
+    assert higher == (later == 2)
+    told = [note for note in report.notes if "steps differ" in note]
+    assert len(told) == higher
 
 
 def test_equal_steps_are_run_once(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ _ROUNDS = 3  # corrections by measurement: the second mostly fits, and each one 
 _MOST_RECONSIDERED = 4  # arbitrary; each costs a run, and plans predicted to fit come first
 _LEVER_STEPS = 1  # timed ones: a lever's figures are not compared with the original's values
 _DIFFERS = 1.02  # peaks of like steps differ by less: a logger's values, an allocator's rounding
+_AS_PREDICTED = 1.005  # twice as far off as first plans are at worst: docs/measured.md
 _MOST_LONGER = 2  # recordings of a longer step: each costs a run, and shows a later step
 _LENGTHS = "the steps differ in length"
 _TIMES = 2  # steps with operator times, whose median discards a single slow operator
@@ -506,7 +507,8 @@ class Fitting:
         certificate = self.verify(original, tried.plan, tried.trial)
         args = self.workload.args if isinstance(self.workload, Script) else None
         plan = with_proof(tried.plan, certificate, args)
-        return Fit(original, budget, plan, tried.trial, certificate, ())
+        notes = tuple(_of_later_steps(tried.trial))
+        return Fit(original, budget, plan, tried.trial, certificate, notes)
 
     def _missed(self, original: Trial, budget: Budget, tried: MeasuredPlan) -> Fit:
         self._progress("planning: what each technique would save alone")
@@ -579,3 +581,19 @@ class Fitting:
 
     def _run(self, request: Request, what: str) -> Trial:
         return run_once(self.workload, request, what, self._progress)
+
+
+def _of_later_steps(planned: Trial) -> Iterator[str]:
+    """Yield a note if a later step needs more than the recorded one, for which alone a plan is predicted.
+
+    So do steps of scripts that draw their depth: equally long ones differ in what a plan saves of them.
+    """
+    recorded = planned.profile.peak_bytes if planned.profile is not None else 0
+    highest = planned.peak_bytes
+    if recorded and highest > _AS_PREDICTED * recorded:
+        least, most = format_apart(recorded, highest)
+        count = len(planned.steps) - planned.request.warmup
+        yield (
+            f"the planned steps differ: peaks from {least} in the recorded one, which is predicted, to "
+            f"{most} in {count} steps. The budget applies to the highest, and a higher one may still come"
+        )
