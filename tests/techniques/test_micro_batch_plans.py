@@ -133,8 +133,8 @@ class Twice(nn.Module):
         return torch.cat([self.layers(part) for part in (x[:0], x)])
 
 
-def by_hand(net: nn.Module, x: torch.Tensor, *, passes: int = 1) -> None:
-    """Steps whose gradients are gone when they end, as where `zero_grad` begins the next."""
+def by_hand(net: nn.Module, x: torch.Tensor, *, passes: int = 1, zeros: bool = False) -> None:
+    """Steps whose gradients are gone or zero when they end, as where `zero_grad` begins the next."""
     for _ in range(3):
         loss = net(x).square().mean()
         for left in reversed(range(passes)):
@@ -143,16 +143,20 @@ def by_hand(net: nn.Module, x: torch.Tensor, *, passes: int = 1) -> None:
             for one in net.parameters():
                 assert one.grad is not None
                 one -= 0.01 * one.grad
-        net.zero_grad()
+        net.zero_grad(set_to_none=not zeros)
 
 
-@pytest.mark.parametrize("kind", [Noisy, Twice])
-def test_the_peak_of_a_step_by_hand_is_predicted_to_the_byte(kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize(("kind", "zeros"), [(Noisy, False), (Twice, False), (Twice, True)])
+def test_the_peak_by_hand_is_predicted_to_the_byte(kind: type[nn.Module], zeros: bool) -> None:
     torch.manual_seed(0)
     net, batch = nn.Sequential(kind(), kind()), torch.randn(512, 32)
-    predicted = peak_in_parts(step_of(record(lambda: by_hand(net, batch))), ["Sequential"])
+
+    def loop() -> None:
+        by_hand(net, batch, zeros=zeros)
+
+    predicted = peak_in_parts(step_of(record(loop)), ["Sequential"])
     TECHNIQUE.apply({"Sequential": net}, plan_of("Sequential", 2))
-    assert predicted == simulate(step_of(record(lambda: by_hand(net, batch)))).peak_bytes
+    assert predicted == simulate(step_of(record(loop))).peak_bytes
 
 
 def test_what_the_loss_saves_of_a_result_is_no_part_of_it() -> None:

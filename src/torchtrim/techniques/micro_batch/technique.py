@@ -220,7 +220,7 @@ class _PartsEdit:
     @cached_property
     def _summed(self) -> frozenset[int]:
         """Gradients of one use of a parameter that has several in a call, which autograd adds up."""
-        found = {n for n in self._made if self._step.tensors[n].kind == "gradient"}
+        found = {n for n in self._made if self._step.tensors[n].kind == "gradient"} | self._added
         for task in map(self._step.tasks.__getitem__, reversed(self._tasks)):
             if base_name(task.name) == _ADD and not found.isdisjoint(task.makes):
                 found.update(task.reads)
