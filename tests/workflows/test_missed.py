@@ -18,6 +18,7 @@ from torchtrim.errors import PlannedStepFailed
 from torchtrim.executor.registry import names
 from torchtrim.planner.planner import Planner
 from torchtrim.records.budget import Budget, memory_limit
+from torchtrim.records.plan import Plan
 from torchtrim.records.terms import Allowance, Terms
 from torchtrim.records.trial import Request, Trial, TrialStep
 from torchtrim.runner import trials
@@ -282,6 +283,30 @@ def test_a_technique_that_is_refused_everywhere_leaves_the_others() -> None:
     assert found.planned is not None
     assert found.planned.peak_bytes < found.original.peak_bytes
     assert "micro_batch" not in {one.name for one in found.plan.techniques}
+
+
+def test_two_techniques_that_refuse_everywhere_leave_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each refuses at one place after the other, so neither is out of the plan after three rounds."""
+    run = Fitting.run_planned
+
+    def refuses(self: Fitting, plan: Plan, *given: Any) -> Trial:
+        for one in plan.techniques:
+            if one.name != "recompute":
+                error = PlannedStepFailed("ApplyFailed: not here", place=one.where[0])
+                error.plan = plan
+                raise error
+        return run(self, plan, *given)
+
+    monkeypatch.setattr(Fitting, "run_planned", refuses)
+    blocks = [nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16)) for _ in range(6)]
+    step = train_step(nn.Sequential(*blocks), torch.randn(256, 16), "SGD")
+    left = tuple({*names()} - {"split_matmul", "micro_batch", "recompute"})
+    runs = Fitting(step, Request(steps=1), quiet, Terms(allow="ROUNDING", exclude=left))
+    found = runs.nearest(memory_limit("40%"))
+    assert found.planned is not None
+    assert found.planned.peak_bytes < found.original.peak_bytes
 
 
 @pytest.mark.slow

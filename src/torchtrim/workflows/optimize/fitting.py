@@ -52,6 +52,9 @@ from torchtrim.workflows.optimize.trials import (
 )
 
 _ROUNDS = 3  # corrections by measurement: the second mostly fits, and each one costs a run
+_MOST_FAILED = (
+    2 * _ROUNDS
+)  # plans: each of the later half costs a technique, which mostly refuses at once
 _MOST_RECONSIDERED = 4  # arbitrary; each costs a run, and plans predicted to fit come first
 _LEVER_STEPS = 1  # timed ones: a lever's figures are not compared with the original's values
 _DIFFERS = 1.02  # peaks of like steps differ by less: a logger's values, an allocator's rounding
@@ -339,14 +342,14 @@ class Fitting:
 
     def _surviving(self, attempt: Callable[[], Fit], otherwise: Callable[[], Fit]) -> Fit:
         """Return the fit of an attempt, repeated without the places that make its planned steps fail."""
-        for number in range(_ROUNDS + 1):
+        for number in range(_MOST_FAILED + 1):
             try:
                 fit = attempt()
                 return fit._replace(notes=(*self.notes, *fit.notes))
             except PlannedStepFailed as error:
                 if error.plan is None:
                     raise
-                bad = self._failing(error, error.plan, last=number == _ROUNDS - 1)
+                bad = self._failing(error, error.plan, last=number >= _ROUNDS - 1)
                 self._dropped |= bad
                 self.notes.append(
                     "a planned step failed, which the original does not, and was planned again without "
@@ -566,10 +569,10 @@ class Fitting:
                     trial = self._with(plan, plan.techniques, lever=True)
                     return FoundPlan(plan, trials.measured(trial, budget.kind), trial.seconds)
                 except PlannedStepFailed as error:
-                    if number == _ROUNDS:
+                    if number == _MOST_FAILED:
                         raise
                     number += 1
-                    last = number == _ROUNDS
+                    last = number >= _ROUNDS
                     self._dropped = self._dropped | self._failing(error, plan, last=last)
         finally:
             self._dropped = before
