@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map
 
 from torchtrim.errors import ApplyFailed
+from torchtrim.executor.autograd import only_once
 from torchtrim.executor.failing import note
 from torchtrim.executor.ordinals import storage_number
 from torchtrim.techniques.chunked_loss.moves import MOVES, MovedHidden
@@ -74,6 +76,8 @@ class Logits(Tensor):
         made.head, made.there, made.log_probabilities = head, real, log
         made._family = family if family is not None else []
         made._family.append(weakref.ref(made))
+        if torch.is_grad_enabled():
+            made.join_graph()
         return made
 
     @classmethod
@@ -85,7 +89,7 @@ class Logits(Tensor):
         if name in _GEOMETRY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for handle in (_answer_query, _chunked_loss, _apply_move):
+        for handle in (_answer_query, _train, _chunked_loss, _apply_move):
             found = handle(name, func, args, kwargs)
             if found is not NotImplemented:
                 return found
@@ -111,6 +115,11 @@ class Logits(Tensor):
         real: Tensor = inner["there"]
         return real
 
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """Tensors they are computed from, or the real logits if these are there."""
+        return self.head.tensors if self.there is None else (self.there,)
+
     def made_from(self) -> Tensor:
         """Tensor they are computed from, which is on the same device."""
         return self.head.moved.hidden
@@ -119,10 +128,16 @@ class Logits(Tensor):
         """Return the real logits, computed at first use and kept if gradients are on."""
         real = self.there
         if real is None:
-            real = _computed(self.head)
+            # Saved as they are: a checkpoint around the reader alone finds them computed when it reruns.
+            with saved_tensors_hooks(_same, _same):
+                real = _computed(self.head, self.head.tensors)
             if torch.is_grad_enabled():
                 self.there = real
         return F.log_softmax(real, self.head.moved.dim) if self.log_probabilities else real
+
+    def join_graph(self) -> None:
+        """Have autograd's graph lead from these to what they are computed from."""
+        _InGraph.apply([self], *self.operands)  # type: ignore[no-untyped-call]
 
     def become_real(self) -> None:
         """Compute the logits for good before a write. Raises if aliases exist."""
@@ -135,6 +150,31 @@ class Logits(Tensor):
             )
         with torch.enable_grad():
             self.value()
+
+
+class _InGraph(torch.autograd.Function):
+    """Gives logits a place in autograd's graph, for code that reads them below Python, such as the call of
+    another `autograd.Function`: they would be a constant to it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: list[Logits], *given: Tensor) -> Tensor:
+        (made,) = logits
+        ctx.head, ctx.is_real, ctx.given = made.head, made.there is not None, given
+        ctx.log_probabilities = made.log_probabilities
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        only_once("chunked_loss")
+        pairs = zip(ctx.given, ctx.needs_input_grad[1:], strict=True)
+        given = [one.detach().requires_grad_(needed) for one, needed in pairs]
+        with torch.enable_grad():
+            real = given[0] if ctx.is_real else _computed(ctx.head, given)
+            made = F.log_softmax(real, ctx.head.moved.dim) if ctx.log_probabilities else real
+        wanted = [one for one in given if one.requires_grad]
+        found = iter(torch.autograd.grad(made, wanted, gradient))
+        return None, *(next(found) if one.requires_grad else None for one in given)
 
 
 def _states_of(tensors: Iterable[Tensor | None]) -> tuple[int, ...]:
@@ -161,13 +201,18 @@ def kept(real: Tensor, dim: int, where: str, rows: int) -> Logits:
     return Logits.of(Head(moved, None, real.dtype, None, (), where, rows), real)
 
 
-def _computed(head: Head) -> Tensor:
+def _computed(head: Head, given: Sequence[Tensor]) -> Tensor:
+    """Return a head's logits of other hidden states, weight, and bias."""
     head.check()
-    moved, device = head.moved, head.moved.hidden.device.type
-    hidden = moved.hidden.movedim(moved.dim, -1)
-    with torch.autocast(device, dtype=head.autocast, enabled=head.autocast is not None):
-        made = F.linear(hidden, moved.weight, head.bias)
-    return made.to(head.dtype).movedim(-1, moved.dim)
+    hidden, weight, *bias = given
+    hidden = hidden.movedim(head.moved.dim, -1)
+    with torch.autocast(hidden.device.type, dtype=head.autocast, enabled=head.autocast is not None):
+        made = F.linear(hidden, weight, *bias)
+    return made.to(head.dtype).movedim(-1, head.moved.dim)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _name_of(func: Any) -> str:
@@ -185,9 +230,22 @@ def _answer_query(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     if name not in (".requires_grad", ".is_leaf"):
         return NotImplemented
     mine: Logits = args[0]
-    tensors = (mine.there,) if mine.there is not None else mine.head.tensors
-    graded = any(one.requires_grad for one in tensors)
+    graded = any(one.requires_grad for one in mine.operands)
     return graded if name == ".requires_grad" else not graded
+
+
+def _train(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Have detached logits require gradients of their own, as a checkpoint that is given them does."""
+    sets = name == "__set__" and func.__self__.__name__ == "requires_grad"
+    if not (sets or name == "requires_grad_") or args[0].requires_grad:
+        return NotImplemented
+    mine: Logits = args[0]
+    with torch.no_grad():
+        mine.there, mine.log_probabilities = mine.value(), False
+    func(mine.there, *args[1:], **kwargs)
+    with torch.enable_grad():
+        mine.join_graph()
+    return None if sets else mine
 
 
 def _apply_move(name: str, func: Any, args: Any, kwargs: Any) -> Any:
