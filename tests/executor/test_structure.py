@@ -168,3 +168,40 @@ def test_a_rerun_has_the_structure_of_its_forward(
     assert [one is None for one in planned] == [one is None for one in plain]
     for one, other in zip(plain, planned, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_a_recurrent_layer_reruns_with_its_own_weights() -> None:
+    """It reads them from a list, which it changes in place."""
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        layer, x = nn.GRU(4, 4), torch.randn(3, 2, 4)
+        if planned:
+            plan = Technique(name="recompute", where=("GRU",))
+            technique("recompute").apply({"GRU": layer}, plan)
+        out, _ = layer(x)
+        before = [*layer.parameters()]
+        layer.weight_hh_l0 = nn.Parameter(torch.ones(12, 4))
+        out.square().sum().backward()
+        after, _ = layer(x)
+        found.append([after.detach(), *(one.grad for one in before)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_parts_of_a_norm_have_its_settings_of_forward(overwrites: bool) -> None:
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.LeakyReLU(0.1))
+        x = torch.randn(3, 4, 5)
+        if planned:
+            options = {"parts": 2, "overwrites": overwrites}
+            plan = Technique(name="split_channels", where=("Net[1:3]",), options=options)
+            technique("split_channels").apply({"Net": model}, plan)
+        out = model(x)
+        model[1].eps, model[2].negative_slope = 1.0, 0.9
+        out.square().sum().backward()
+        found.append([one.grad for one in model.parameters()])
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain)

@@ -236,6 +236,9 @@ class Before:
         every = (*state.generators, *generators)
         self._generators = [(one, generator_state(one)) for one in every]
         self._settings = torch_settings()
+        # Recurrent layers of torch read their weights from a list.
+        lists = [vars(module).get("_flat_weights") for module in self._modules]
+        self._weights = [(one, list(one)) for one in lists if isinstance(one, list)]
 
     def _table(self, key: Key) -> dict[str, Any]:
         """The table that holds a tensor, in the modules that ran: the block's may have changed."""
@@ -270,7 +273,7 @@ class Before:
         ]
         self._replaced = {key: self._versions[key][0] for key in others - wrote - unread}
         self._storages = [_storage_of(one.tensor) for one in self._held]
-        self._new = [key for key in now.keys() - self.tensors.keys() if key.table == "_buffers"]
+        self._new = [key for key in now.keys() - self._names if key.table == "_buffers"]
         self.tensors = {key: self._copied(key) for key in wrote}
         self._generators, self._versions = drawn, {}
         self._outside = [(one, _filled(then, one.read())) for one, then in self._outside]
@@ -316,7 +319,13 @@ class Before:
         for one, was in self._generators:
             set_state(one, was)
         try:
-            with self._structure.again(), _training(self._held), under(self._settings):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._structure.again())
+                stack.enter_context(_training(self._held))
+                stack.enter_context(under(self._settings))
+                for weights, then in self._weights:
+                    stack.callback(weights.__setitem__, slice(None), list(weights))
+                    weights[:] = then
                 yield
         finally:
             for one, now in generators:

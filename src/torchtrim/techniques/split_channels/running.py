@@ -154,7 +154,9 @@ class _ChannelParts(torch.autograd.Function):
     ) -> Tensor:
         ctx.channels, ctx.cast = channels, casting(given.device.type)
         ctx.save_for_backward(given, weight, bias)
+        ctx.before = channels.state.begin(tensors=False)
         made = channels.whole(forward, given)
+        ctx.before.has_run()
         ctx.layout = _layout(made)
         return made
 
@@ -175,16 +177,18 @@ class _ChannelParts(torch.autograd.Function):
             found.append(torch.empty_like(one) if want else None)
         # In another layout than the result, torch sums with loops that depend on all channels.
         as_made = _layout(gradient) is ctx.layout
-        for span in channels.spans(given) if as_made else ((0, given.shape[1]),):
-            part, comes = _copy_of(given, span), _copy_of(gradient, span)
-            inputs = [part, *(_cut(one, span) for one in owned)]
-            with ctx.cast():
-                made = _gradients(channels, inputs, [one is not None for one in found], comes)
-            del part, inputs, comes
-            for place, whole in enumerate(found):
-                if whole is not None:
-                    some = whole[slice(*span)] if place else whole[:, slice(*span)]
-                    some.copy_(made.pop(0))
+        spans = channels.spans(given) if as_made else ((0, given.shape[1]),)
+        with ctx.before.again():
+            for span in spans:
+                part, comes = _copy_of(given, span), _copy_of(gradient, span)
+                inputs = [part, *(_cut(one, span) for one in owned)]
+                with ctx.cast():
+                    made = _gradients(channels, inputs, [one is not None for one in found], comes)
+                del part, inputs, comes
+                for place, whole in enumerate(found):
+                    if whole is not None:
+                        some = whole[slice(*span)] if place else whole[:, slice(*span)]
+                        some.copy_(made.pop(0))
         return None, None, *found
 
 
