@@ -282,7 +282,7 @@ def replace_forward(model: Any) -> None:
     seen, old = model.__dict__.setdefault("seen", []), model[0].linear.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        seen.append(1)
+        seen.extend([1])
         return old(x)
 
     model[0].linear.forward = forward

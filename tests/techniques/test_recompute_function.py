@@ -53,7 +53,12 @@ def composite(raw: Tensor, noise: float = 0.1) -> Tensor:
 
 
 def counted(raw: Tensor) -> Tensor:
-    seen.append(1)
+    seen.extend([1])
+    return raw.sigmoid().exp().sin()
+
+
+def marked(raw: Tensor) -> Tensor:
+    seen.append(raw)
     return raw.sigmoid().exp().sin()
 
 
@@ -186,6 +191,15 @@ def test_what_a_function_writes_through_its_arguments_is_not_written_twice(
     vars(field)["calls"] = []
     with pytest.raises(ApplyFailed, match=r"calls `field.calls.append`"):
         noted(field, x)
+
+
+def test_a_list_that_a_function_appends_to_grows_once(planned: Callable[[str], Any]) -> None:
+    planned("marked")
+    raw, before = torch.randn(4, 3, requires_grad=True), len(seen)
+    out = marked(raw)
+    out.sum().backward()
+    assert len(seen) == before + 1
+    del seen[before:]
 
 
 def test_what_cannot_be_planned_is_refused_by_name(planned: Callable[[str], Any]) -> None:

@@ -87,8 +87,11 @@ def _records(
         name = f"{module}.{code.co_qualname}"
         function = function_at(name)
         if function is not None and function.__code__ is code:
-            writes = next(map(str, SideEffects((), [function]).writes), "")
-            yield Function(name, code.co_filename, code.co_firstlineno, tuple(several), writes)
+            effects = SideEffects((), [function])
+            writes = next(map(str, effects.lasting or effects.writes), "")
+            appends = bool(effects.writes) and not effects.lasting
+            where = name, code.co_filename, code.co_firstlineno
+            yield Function(*where, tuple(several), writes, appends)
 
 
 def function_at(name: str) -> types.FunctionType | None:

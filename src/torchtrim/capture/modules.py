@@ -75,7 +75,8 @@ class Modules:
             replace(
                 record,
                 parameter_bytes=_parameter_bytes(module),
-                writes=next(map(str, effects.writes), ""),
+                writes=next(map(str, effects.lasting or effects.writes), ""),
+                appends=bool(effects.writes) and not effects.lasting,
                 made=place_of(self._site(module)),
                 rereads=_rereads(module, effects),
             )

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchtrim.capture.code.live import content, is_trusted
-from torchtrim.capture.code.side_effects import SideEffects, is_generator
+from torchtrim.capture.code.live import content, is_generator, is_trusted
+from torchtrim.capture.code.side_effects import SideEffects
 from torchtrim.capture.recording import COPIED_DEPTH, SHARED
 from torchtrim.core.tuples import with_items
 

@@ -55,7 +55,8 @@ class Key(NamedTuple):
 class BlockState:
     """The state of a block: some modules and all their submodules, or functions.
 
-    Raises `ApplyFailed` if its code writes something that cannot be restored, such as a list.
+    Raises `ApplyFailed` if its code writes something that cannot be restored, such as a file. `takes_back`: a
+    rerun takes off the lists what it appends to them, where the code does nothing else with these.
     """
 
     def __init__(
@@ -63,15 +64,18 @@ class BlockState:
         modules: Sequence[nn.Module],
         where: str,
         functions: Sequence[CalledFunction] = (),
+        *,
+        takes_back: bool = False,
     ) -> None:
         self.where = where
+        self._takes_back = takes_back
         self._outer = tuple(modules)
         self._functions = tuple(functions)
         self.written: dict[tuple[bool, ...], set[Key]] = {}
         self._look()
-        if self._effects.writes:
+        if self._writes:
             raise ApplyFailed(
-                f"`{where}` cannot run a second time: {self._effects.writes[0]}, and a rerun would repeat "
+                f"`{where}` cannot run a second time: {self._writes[0]}, and a rerun would repeat "
                 "that. Remove it from the plan; `replay` reruns single operators without this code."
             )
 
@@ -93,7 +97,7 @@ class BlockState:
             return "all modules have hooks, which would be called twice"
         if any(not is_ours(hook) for module in self._hooked for hook in hooks_of(module)):
             return "it has hooks, which would be called twice"
-        return str(self._effects.writes[0]) if self._effects.writes else ""
+        return str(self._writes[0]) if self._writes else ""
 
     def begin(self, *, tensors: bool = True, generators: Sequence[Any] = ()) -> Before:
         """Save the state before a first run. Without `tensors`, save only attributes and generators.
@@ -113,6 +117,8 @@ class BlockState:
         inner = dict.fromkeys(one for module in self._outer for one in module.modules())
         self._effects = SideEffects(inner, self._functions)
         self.modules: Sequence[nn.Module] = self._effects.modules
+        self._writes = self._effects.lasting if self._takes_back else self._effects.writes
+        self.grown = self._effects.grown if self._takes_back else []
         self.owned = frozenset(map(id, self.modules))
         self.generators = _drawn_from(self._effects)
         self.reads, self.reads_all = self._effects.reads, self._effects.is_unread
@@ -131,7 +137,8 @@ class BlockState:
         roots = [(place.name, value) for place, value, _ in now]
         inner = contents(roots, None if self.reads_all else self.reads)
         others = [(place, value) for place, value, is_own in now if not is_own]
-        return [*others, *inner]
+        grown = {id(one) for one in self.grown}
+        return [one for one in (*others, *inner) if grown.isdisjoint((one[0].owner, id(one[1])))]
 
     def may_read(self, name: str) -> bool:
         """Return True if a run may read what the last one left in an attribute of this name."""
@@ -227,6 +234,7 @@ class Before:
                 }
         self._names = frozenset(now)
         self._outside = state.outside()
+        self._grown = [(one, len(one)) for one in state.grown]
         self._held = [*state.parameters(), *_held_outside(self._outside)]
         self._storages: list[int] = []
         self._new: list[Key] = []
@@ -318,6 +326,10 @@ class Before:
             held.table[held.name] = held.tensor
         for one, was in self._generators:
             set_state(one, was)
+        lengths = [(one, min(length, len(one))) for one, length in self._grown]
+        tails = [one[length:] for one, length in lengths]
+        for one, length in lengths:
+            del one[length:]
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self._structure.again())
@@ -328,6 +340,8 @@ class Before:
                     weights[:] = then
                 yield
         finally:
+            for (one, length), tail in zip(lengths, tails, strict=True):
+                one[length:] = tail
             for one, now in generators:
                 set_state(one, now)
             for held, other in zip(swapped, others, strict=True):

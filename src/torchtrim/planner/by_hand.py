@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torchtrim.executor.registry import Option, edit_of, options_of
 from torchtrim.planner.pins import length
 from torchtrim.step.edits import Edit
+from torchtrim.step.index import index_of
 from torchtrim.step.rerun import rerun
 from torchtrim.step.step import Step
 
@@ -39,9 +40,11 @@ class HandmadePlan(NamedTuple):
 def by_hand(step: Step) -> Iterator[HandmadePlan]:
     """Yield the manual plans: checkpoint each block, or all but its products, or every second; two halves.
 
-    Checkpoints need consecutive blocks, and halves a model that does not mix samples.
+    Checkpoints need consecutive blocks that may run twice, and halves a model that does not mix samples.
     """
-    for name, options in checkpointed(options_of("recompute", step)).items():
+    once = {step.modules[number].path for number in index_of(step).runs_once}
+    twice = [option for option in options_of("recompute", step) if option.where not in once]
+    for name, options in checkpointed(twice).items():
         yield HandmadePlan(name, options, _again(step, options))
         if name == _EACH:
             kept = _again(step, options, PRODUCTS)

@@ -141,7 +141,8 @@ class Module(Struct, frozen=True, array_like=True, gc=False):
     `hooked`: it has user hooks. `writes`: the state its code writes beyond its own tensors and attributes,
     and the line; rerunning the module would write it twice. `made`: the place that constructed it, an index
     or -1. `hooked_with_all`: its only hooks are those on the forward of all modules. `rereads`: its code may
-    read a tensor that its last call left in an attribute.
+    read a tensor that its last call left in an attribute. `appends`: its writes only append to lists that it
+    does not read, so a rerun can take back its own.
     """
 
     path: Text
@@ -154,6 +155,7 @@ class Module(Struct, frozen=True, array_like=True, gc=False):
     made: Index = -1
     hooked_with_all: bool = False
     rereads: bool = True
+    appends: bool = False
 
 
 class Call(Struct, frozen=True, array_like=True, gc=False):
@@ -184,7 +186,8 @@ class FunctionCall(Struct, frozen=True, array_like=True, gc=False):
 class Function(Struct, frozen=True, array_like=True, gc=False):
     """A function at the top level of a module of the user's source: `name` is `module.function`.
 
-    `path` and `line` are where it is defined. `writes`: the state that its code writes, as of a `Module`.
+    `path` and `line` are where it is defined. `writes` and `appends`: the state that its code writes, as of
+    a `Module`.
     """
 
     name: Text
@@ -192,6 +195,7 @@ class Function(Struct, frozen=True, array_like=True, gc=False):
     line: Count
     calls: tuple[FunctionCall, ...]
     writes: Text = ""
+    appends: bool = False
 
 
 class CompiledFunction(Struct, frozen=True, kw_only=True):

@@ -30,7 +30,8 @@ def step_of(profile: Profile, seconds: float | None = None) -> Step:
         tensors=_Tensors(profile).all(),
         modules=tuple(
             StepModule(
-                m.path, m.type, m.parent, m.chain, m.hooked, m.writes, m.hooked_with_all, m.rereads
+                *(m.path, m.type, m.parent, m.chain, m.hooked, m.writes, m.hooked_with_all),
+                *(m.rereads, m.appends),
             )
             for m in profile.modules
         ),

@@ -64,12 +64,19 @@ class StepIndex:
     @cached_property
     def runs_once(self) -> frozenset[int]:
         """Modules that must not run more often than the program runs them, and modules that contain one."""
+        return self._with_owners(number for number, m in enumerate(self._modules) if m.runs_once)
+
+    @cached_property
+    def never_reruns(self) -> frozenset[int]:
+        """Modules that must not run again even if lists are put back, and modules that contain one."""
+        return self._with_owners(number for number, m in enumerate(self._modules) if m.never_reruns)
+
+    def _with_owners(self, modules: Iterable[int]) -> frozenset[int]:
         found: set[int] = set()
-        for number, module in enumerate(self._modules):
-            if module.runs_once:
-                while number >= 0 and number not in found:
-                    found.add(number)
-                    number = self._modules[number].parent
+        for number in modules:
+            while number >= 0 and number not in found:
+                found.add(number)
+                number = self._modules[number].parent
         return frozenset(found)
 
     @cached_property

@@ -83,7 +83,8 @@ class StepModule(NamedTuple):
 
     `hooked`: it has user hooks. `writes`: state outside its own tensors and attributes that its code writes.
     `hooked_with_all`: its only hooks are on the forward of all modules; `writes` has their writes. `rereads`:
-    its code may read a tensor that its last call left in an attribute.
+    its code may read a tensor that its last call left in an attribute. `appends`: its writes only append to
+    lists, and a rerun takes back its own.
     """
 
     path: str
@@ -94,11 +95,18 @@ class StepModule(NamedTuple):
     writes: str = ""
     hooked_with_all: bool = False
     rereads: bool = True
+    appends: bool = False
 
     @property
     def runs_once(self) -> bool:
         """True if the forward must not run more often than the program runs it."""
-        return (self.hooked and not self.hooked_with_all) or bool(self.writes)
+        return self.never_reruns or bool(self.writes)
+
+    @property
+    def never_reruns(self) -> bool:
+        """True if the forward must not run again even if lists are put back."""
+        hooked = self.hooked and not self.hooked_with_all
+        return hooked or (bool(self.writes) and not self.appends)
 
 
 class StepCall(NamedTuple):

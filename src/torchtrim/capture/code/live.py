@@ -10,6 +10,7 @@ import builtins
 import functools
 import inspect
 import linecache
+import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -328,6 +329,16 @@ def content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return UNKNOWN
+
+
+def is_generator(value: Any) -> bool:
+    """Return True for a random generator of torch, Python or numpy."""
+    if isinstance(value, (torch.Generator, random.Random)):
+        return True
+    numpy = sys.modules.get("numpy.random")
+    return numpy is not None and isinstance(
+        value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
+    )
 
 
 def _joined(values: Iterable[Resolved]) -> Resolved:

@@ -15,7 +15,6 @@ import functools
 import inspect
 import io
 import itertools
-import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -32,6 +31,7 @@ from torchtrim.capture.code.live import (
     Scope,
     content,
     function_of,
+    is_generator,
     is_trusted,
     own_nodes,
 )
@@ -43,7 +43,13 @@ from torchtrim.capture.code.outside import (
     of_item,
     outer_values,
 )
-from torchtrim.capture.code.syntax import filled_once, opens_for_writing, raising
+from torchtrim.capture.code.syntax import (
+    appended_to,
+    filled_once,
+    name_of,
+    opens_for_writing,
+    raising,
+)
 from torchtrim.core.isolation import debugging, said_of
 
 _DEPTH = 12
@@ -74,11 +80,14 @@ _SAVES = frozenset(("save", "savez", "savetxt", "dump", "to_csv", "to_json", "sa
 
 
 class Write(NamedTuple):
-    """A side effect: a description and its location."""
+    """A side effect: a description and its location. `onto`: the list that it appends to, if that is all, and
+    the name that it has there.
+    """
 
     does: str
     path: str
     line: int
+    onto: tuple[str, list[Any]] | None = None
 
     def __str__(self) -> str:
         return f"it {self.does} at {self.path.rpartition('/')[2]}:{self.line}"
@@ -115,6 +124,9 @@ class SideEffects:
         self.outside: dict[tuple[int, str], OuterValue] = {}
         self.reads: set[str] = set()
         self.is_unread = False
+        self._read_lists: set[int] = set()
+        self._defaults: set[int] = set()
+        self._read_names: set[str] = set()
         self._known: set[int] = set()
         self._done: set[tuple[Any, ...]] = set()
         self._referred: set[tuple[int, str]] = set()
@@ -127,6 +139,30 @@ class SideEffects:
             self._try(self._look_at, module, type(module).__module__)
         for hook in forward_hooks_on_all() if self.modules else ():
             self._try(self._look_at_hook, hook, str(getattr(hook, "__module__", "")))
+
+    @property
+    def grown(self) -> list[list[Any]]:
+        """Return the lists that the code appends to and does not read."""
+        every = [one.onto for one in self.writes if one.onto and self._is_unseen(*one.onto)]
+        return [*{id(one): one for _, one in every}.values()]
+
+    @property
+    def lasting(self) -> list[Write]:
+        """Return the writes that a rerun repeats even if it takes back what it appends to `grown` lists."""
+        return [one for one in self.writes if not (one.onto and self._is_unseen(*one.onto))]
+
+    def _is_unseen(self, name: str, one: list[Any]) -> bool:
+        # In the place of a default, the code may give any list that it reads.
+        is_default = id(one) in self._defaults
+        is_read = self._read_lists if is_default else id(one) in self._read_lists
+        return not (self.is_unread or is_read or name in self._read_names)
+
+    def _loads(self, name: str, found: Any) -> None:
+        """Note a list that code reads, or a name under which it may read one."""
+        if type(found) is list:
+            self._read_lists.add(id(found))
+        elif found is UNKNOWN:
+            self._read_names.add(name)
 
     def _try(self, look: Callable[[Any], None], thing: Any, module: str) -> None:
         """Read code; code that cannot be read counts as a write."""
@@ -229,6 +265,7 @@ class SideEffects:
         for name, value in (*defaults, *kwdefaults.items()):
             if isinstance(value, _CONTAINERS):
                 scope.given[name] = Resolved(value, True)
+                self._defaults.add(id(value))
                 self._reads_outside(value, of_default(function, name, value))
         scope.given.update(zip(scope.parameters, given, strict=False))
         scope.given.update((name, one) for name, one in named.items() if name in scope.given)
@@ -272,8 +309,10 @@ class SideEffects:
         found = inspect.getattr_static(type(table), name, None)
         getter = getattr(found, "fget", None) or getattr(type(found), "__get__", None)
         if not isinstance(found, types.FunctionType) and isinstance(getter, types.FunctionType):
-            self.reads |= {*getter.__code__.co_names}
-            self.reads |= {one for one in getter.__code__.co_consts if isinstance(one, str)}
+            code = getter.__code__
+            names = {*code.co_names, *(one for one in code.co_consts if isinstance(one, str))}
+            self.reads |= names
+            self._read_names |= names
 
     def _watch_name(self, table: Any, name: str) -> None:
         """Watch the places where a name is looked up: in a dict, in an object and its class, in a class."""
@@ -328,16 +367,6 @@ def _put(container: Any, key: Any, value: Any) -> None:
         container[key] = value
 
 
-def is_generator(value: Any) -> bool:
-    """Return True for a random generator of torch, Python or numpy."""
-    if isinstance(value, (torch.Generator, random.Random)):
-        return True
-    numpy = sys.modules.get("numpy.random")
-    return numpy is not None and isinstance(
-        value, (numpy.Generator, numpy.RandomState, numpy.BitGenerator)
-    )
-
-
 def _is_read_whole(function: types.FunctionType) -> bool:
     """Return True for code of the program with a name for each of its arguments."""
     return not is_trusted(function) and not function.__code__.co_flags & _STARRED
@@ -351,6 +380,7 @@ class _SideEffectReader:
         self._depth = depth
         self._nodes = list(own_nodes(scope.node))
         self._outer, self._filled = scope.closes_over, filled_once(self._nodes)
+        self._onto = {*map(id, map(appended_to, self._nodes))}
 
     def read(self) -> None:
         raises = raising(self._scope.node)
@@ -370,7 +400,9 @@ class _SideEffectReader:
             elif isinstance(node, ast.Call):
                 self._called(node, silent=node in raises)
             elif isinstance(node, _READS) and isinstance(node.ctx, ast.Load):
-                self._scope.value(node)
+                found = self._scope.value(node)
+                if id(node) not in self._onto:
+                    self._effects._loads(name_of(node), found.value)
             is_read = isinstance(getattr(node, "ctx", None), ast.Load) or id(node) in assigned
             if isinstance(node, ast.Attribute) and is_read and id(node) not in own:
                 self._read(ast.Constant(node.attr))
@@ -383,8 +415,8 @@ class _SideEffectReader:
         else:
             self._effects.is_unread = True
 
-    def _wrote(self, does: str, node: Any) -> None:
-        self._effects.writes.append(Write(does, self._path, node.lineno))
+    def _wrote(self, does: str, node: Any, onto: tuple[str, list[Any]] | None = None) -> None:
+        self._effects.writes.append(Write(does, self._path, node.lineno, onto))
 
     def _assigned(self, target: ast.expr, node: Any) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):
@@ -476,7 +508,9 @@ class _SideEffectReader:
                 or function_of(getattr(type(value), name, None)) is None
                 or isinstance(value, (*_CONTAINERS, collections.abc.MutableMapping))
             ):
-                self._wrote(f"calls `{ast.unparse(func)}`", call)
+                is_grown = type(value) is list and id(func.value) in self._onto
+                onto = (name_of(func.value), value) if is_grown else None
+                self._wrote(f"calls `{ast.unparse(func)}`", call, onto)
         elif in_place and value is UNKNOWN:
             self._wrote(f"writes to `{ast.unparse(func.value)}`", call)
 
@@ -492,7 +526,7 @@ class _SideEffectReader:
                 self._wrote(f"draws from `{ast.unparse(call.args[0])}`", call)
         elif name in ("getattr", "hasattr") and len(call.args) > 1:
             self._read(call.args[1])
-            self._scope.value(call)
+            self._effects._loads("", self._scope.value(call).value)
         elif name == "vars":
             self._effects.is_unread = True
         elif name in ("setattr", "delattr") and call.args:

@@ -41,3 +41,16 @@ def raising(node: ast.AST) -> set[ast.AST]:
             if isinstance(body, list) and body and isinstance(body[-1], ast.Raise):
                 found.update(itertools.chain.from_iterable(map(ast.walk, body)))
     return found
+
+
+def appended_to(node: ast.AST) -> ast.expr | None:
+    """Return the name that a call appends one value to, or None for other code."""
+    match node:
+        case ast.Call(ast.Attribute((ast.Name() | ast.Attribute()) as owner, "append"), [_], []):
+            return owner
+    return None
+
+
+def name_of(node: ast.AST) -> str:
+    """Return the name of a variable or an attribute, or an empty string for another expression."""
+    return str(getattr(node, "id", getattr(node, "attr", "")))

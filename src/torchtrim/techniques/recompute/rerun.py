@@ -3,9 +3,9 @@
 Uses `torch.utils.checkpoint` (non-reentrant), which restores the random state. The part runs to its end: an
 exception to stop early could be caught by its own handlers. Side effects, such as updates of BatchNorm's
 statistics, happen once: during the rerun, scratch copies with the values from before the first run take the
-place of the state (`executor.block_state`), and copies that of the arguments (`executor.arguments`). A part
-whose code has side effects that cannot be undone, such as appending to a list, is refused; one that does so
-later runs only once from then on, and warns.
+place of the state (`executor.block_state`), and copies that of the arguments (`executor.arguments`). Lists
+that the part only appends to lose what the rerun appended. A part whose code has side effects that cannot be
+undone, such as writing a file, is refused; one that does so later runs only once from then on, and warns.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Rerun:
     ) -> None:
         self.where = where
         self.telling = telling
-        self._state = BlockState(modules, where, functions)
+        self._state = BlockState(modules, where, functions, takes_back=True)
 
     def is_off(self) -> bool:
         """Return True if the block may no longer rerun; warn the first time."""

@@ -42,7 +42,7 @@ class Recompute(TechniqueUnit):
         """Return messages about modules whose code must not rerun, grouped by line."""
         writers: dict[str, list[str]] = {}
         for module in step.modules:
-            if module.writes:
+            if module.writes and not module.appends:
                 writers.setdefault(module.writes, []).append(module.path)
         for writes, paths in writers.items():
             more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
@@ -94,7 +94,7 @@ def blocks_of(step: Step) -> list[ModuleBlock]:
     blocks: dict[tuple[Span, ...], ModuleBlock] = {}
     for number, module in enumerate(step.modules):
         calls = index.graded_calls[number]
-        if not calls or number in index.runs_once:
+        if not calls or number in index.never_reruns:
             continue
         for block in (*finder.whole(module, calls), *finder.ranges(module, calls)):
             if block.spans not in blocks:

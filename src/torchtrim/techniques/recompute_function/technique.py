@@ -7,8 +7,9 @@ rerun with it, such as a network between an embedding and a renderer.
 `where` names a root and a function of a module of the script, which changes when the root first runs:
 `Field:render.composite` is `composite` of render.py, and `Field:__main__.composite` that of the script
 itself. Every call with gradients enabled reruns. The function must be at the top level of its file; nested
-functions, methods and generators are left alone, and so are functions that write lists, globals or files,
-that call modules with buffers or hooks, or whose inputs are written before backward.
+functions, methods and generators are left alone, and so are functions that write globals, files, or lists
+(other than by `append`), that call modules with buffers or hooks, or whose inputs are written before
+backward.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class _FunctionFinder:
         self._kept = [
             call.span
             for call in step.calls
-            if modules[call.module].runs_once or modules[call.module].path in owners
+            if modules[call.module].never_reruns or modules[call.module].path in owners
         ]
         self._whole = {call.span for call in step.calls}
 
@@ -144,7 +145,8 @@ class _FunctionFinder:
         """Return the spans of a function's calls with gradients, or none if it is not worth a rerun."""
         spans = tuple(Span(c.first, c.last) for c in function.calls if c.graded)
         # A module's own forward is a place of recompute.
-        if function.writes or not spans or self._whole.issuperset(spans):
+        lasts = function.writes and not function.appends
+        if lasts or not spans or self._whole.issuperset(spans):
             return ()
         may = self._saved(spans) >= self._least and all(map(self._may_repeat, spans))
         return spans if may else ()
