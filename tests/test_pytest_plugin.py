@@ -368,6 +368,7 @@ def test_a_real_measurement_on_the_cpu() -> None:
     assert measured.waits == ()
 
 
+@pytest.mark.slow
 def test_code_for_cuda_is_held_to_limits_without_a_gpu(session) -> None:
     result = session(
         """

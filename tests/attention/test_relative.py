@@ -101,6 +101,7 @@ def test_low_precision_errs_no_more_than_the_plain_form(path: str, dtype: torch.
         assert (one.double() - truth.double()).norm() <= allowed
 
 
+@pytest.mark.slow
 def test_gradients_in_double_precision() -> None:
     for method, skip in (("product", 1), ("cross", 0), ("euclidean", 2)):
         case = Case(grid(2, 2, skip, method), "qkvb", 1, 1, 2, dtype=torch.float64)

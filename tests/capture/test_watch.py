@@ -473,6 +473,7 @@ def test_a_model_without_values_is_let_alone(told: Told, watcher: Watcher) -> No
     assert told.events[0] == "root Linear"
 
 
+@pytest.mark.slow
 def test_torchs_profiler_finds_the_module_of_each_call() -> None:
     """With stacks it looks at the frame of `nn.Module.__call__`, whose code it learns once in a process.
 

@@ -202,6 +202,7 @@ for _ in range(6):
 """
 
 
+@pytest.mark.slow
 def test_a_certificate_is_kept_and_repeated(tmp_path: Path) -> None:
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text(SCRIPT)

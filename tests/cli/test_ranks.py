@@ -91,6 +91,7 @@ def test_run_runs_what_a_script_would_spawn() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_run_ends_with_the_code_of_the_rank_that_failed(capfd: pytest.CaptureFixture[str]) -> None:
     assert launch(words("--dies", "0", "--at", "1"), 2) == 128 + 9
     assert "rank 0 ended with SIGKILL" in capfd.readouterr().err

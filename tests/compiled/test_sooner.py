@@ -94,6 +94,7 @@ def _pixels() -> torch.Tensor:
     return torch.randn(4, 3, 32, 32)
 
 
+@pytest.mark.slow
 def test_a_convolution_frees_what_it_reads_before_the_gradient_of_its_input() -> None:
     planner = joined()
     choice = planner.plan(planner.own.peak_bytes - 1)
@@ -102,6 +103,7 @@ def test_a_convolution_frees_what_it_reads_before_the_gradient_of_its_input() ->
     assert choice.simulated.peak_bytes < 0.9 * planner.own.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_graph_stays_as_it_is_if_a_plan_of_it_fits() -> None:
     layers = [nn.Conv2d(3, 8, 3, 1, 1), nn.GELU()]
     for _ in range(3):

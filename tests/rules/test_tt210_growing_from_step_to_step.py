@@ -47,6 +47,7 @@ def found(body: str, folder: Path) -> list[Finding]:
 
 
 @pytest.mark.usefixtures("processes_are_not_traced")
+@pytest.mark.slow
 def test_each_kind_is_found_with_its_line_and_price(tmp_path: Path) -> None:
     findings = {one.message.partition(" grows")[0]: one for one in found(GROWS, tmp_path)}
     assert findings.keys() == {

@@ -262,6 +262,7 @@ def test_a_module_gets_a_fresh_process() -> None:
     assert not warm.may_fork(None, hidden=True)
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_stopped_with_all_that_it_started(
     tmp_path: Path, started: list[Process]
 ) -> None:
@@ -342,6 +343,7 @@ def test_nothing_stays_when_the_parent_is_gone(number: int, tmp_path: Path) -> N
     assert gone(*map(int, pids.read_text().split()))
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_is_replaced(tmp_path: Path, started: list[Process]) -> None:
     script = written(tmp_path, "print('here')")
     assert output_of(script) == "here\n"
@@ -361,6 +363,7 @@ def test_another_environment_gets_another_worker(
         assert output_of(script).strip() == threads
 
 
+@pytest.mark.slow
 def test_the_worker_runs_no_operator_and_starts_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

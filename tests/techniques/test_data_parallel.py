@@ -37,6 +37,7 @@ def test_views_are_the_same_to_the_bit_and_are_taken_back(kind: str) -> None:
         assert found[kind]["own"]
 
 
+@pytest.mark.slow
 def test_kept_gradients_are_in_the_buckets() -> None:
     """The gradients of eight parameters are in fewer storages."""
     for found in ranks():

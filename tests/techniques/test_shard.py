@@ -33,6 +33,7 @@ def test_shards_train_as_the_whole_to_the_bit_and_are_taken_back(kind: str) -> N
         assert seen["marks"]
 
 
+@pytest.mark.slow
 def test_each_rank_keeps_half() -> None:
     for found in ranks():
         assert found["resharded"]["kept"] == pytest.approx(0.5, abs=0.01)

@@ -115,6 +115,7 @@ def flattened(module: nn.RNNBase, given: Tensor, states: tuple[Tensor, ...]) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_every_form_is_the_same_up_to_rounding(kind: str) -> None:
     for name, layers, both, batch_first, bias, begun, steps in FORMS:
         if name != kind:

@@ -173,6 +173,7 @@ def test_what_a_lever_would_reach_is_what_it_reaches(make: Callable[[], TrainSte
         assert lever.peak_bytes == pytest.approx(found.peak_bytes, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_smallest_is_never_above_the_original() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 256))
@@ -285,6 +286,7 @@ def test_a_technique_that_is_refused_everywhere_leaves_the_others() -> None:
     assert "micro_batch" not in {one.name for one in found.plan.techniques}
 
 
+@pytest.mark.slow
 def test_two_techniques_that_refuse_everywhere_leave_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -361,6 +363,7 @@ def test_a_script_whose_planned_steps_fail_keeps_what_was_learnt(tmp_path: Path)
     assert result.plan is not None
 
 
+@pytest.mark.slow
 def test_steps_of_different_lengths_are_planned_for_the_longest(tmp_path: Path) -> None:
     result = optimize_report(script_of(tmp_path, UNEVEN), "70%", Request(steps=3))
     report = result.report

@@ -104,6 +104,7 @@ def test_reserved_is_on_request_and_named_beside_the_peak(reports: dict[str, Res
     assert "torch's allocator reserves" not in printed(asked)
 
 
+@pytest.mark.slow
 def test_other_budgets_are_in_order_once_and_name_their_device(reports: dict[str, Result]) -> None:
     report = reports["plan"].report
     budgets = [point.budget_bytes for point in report.frontier]

@@ -36,6 +36,7 @@ def fit() -> Fit:
     return Fitting(script(*LARGE), REQUEST, lambda _: None).nearest(memory_limit("70%"))
 
 
+@pytest.mark.slow
 def test_one_plan_fits_every_rank_and_is_certified_on_each() -> None:
     workload, found = script(*LARGE), fit()
     assert found.missed is None
@@ -52,6 +53,7 @@ def test_one_plan_fits_every_rank_and_is_certified_on_each() -> None:
     assert all("->" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_gradients_of_replicas_are_in_the_plan_as_views_of_their_buckets() -> None:
     techniques = {one.name: one for one in fit().plan.techniques}
     assert techniques["data_parallel"].where == ("DistributedDataParallel",)
@@ -63,6 +65,7 @@ def test_gradients_of_replicas_are_in_the_plan_as_views_of_their_buckets() -> No
         assert [one.bucket_views for one in rank.profile.replicas] == [True]
 
 
+@pytest.mark.slow
 def test_sharding_is_a_lever_of_replicas_with_the_command_that_says_more() -> None:
     workload, original = script(*LARGE), fit().original
     (lever,) = sharded_lever(workload, original, original.peak_bytes)

@@ -46,6 +46,7 @@ def test_the_steps_of_a_script_try_its_loader() -> None:
     assert report.tuned.ready_seconds < report.tuned.step_seconds
 
 
+@pytest.mark.slow
 def test_the_loader_is_a_finding_with_what_is_slow() -> None:
     (finding,) = (one for one in tuned().report.findings if one.code == "TT301")
     assert (finding.path, finding.line) == (str(SCRIPT), LINE)

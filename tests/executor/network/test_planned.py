@@ -96,6 +96,7 @@ def test_inputs_are_not_overwritten(net: Net) -> None:
     assert torch.equal(inputs, images())
 
 
+@pytest.mark.slow
 def test_nothing_grows_over_ten_thousand_calls() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
     inputs = torch.randn(4, 8)

@@ -137,6 +137,7 @@ def test_who_is_to_blame() -> None:
     assert suspects([held, missed, both])[-1] == {"overwrite", "replay"}
 
 
+@pytest.mark.slow
 def test_a_budget_below_what_stays_is_said_after_the_first_run_and_tried_once() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 64)) for _ in range(3)])
