@@ -170,6 +170,27 @@ def test_a_rerun_has_the_structure_of_its_forward(
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_hook_on_all_that_is_removed_before_backward_runs_again(replaced: bool) -> None:
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        net, x = Net(), torch.randn(6, 8)
+        if planned:
+            plan = Technique(name="recompute", where=("Net.block",))
+            technique("recompute").apply({"Net": net}, plan)
+        hook: Any = lambda _, __, named, out: out * (0.5 + len(named))  # noqa: E731
+        handle = register_module_forward_hook(hook, with_kwargs=True)
+        out = net(x)
+        handle.remove()
+        after = register_module_forward_hook(hook, with_kwargs=True) if replaced else handle
+        out.square().sum().backward()
+        after.remove()
+        found.append([one.grad for one in net.parameters()])
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain)
+
+
 def test_a_recurrent_layer_reruns_with_its_own_weights() -> None:
     """It reads them from a list, which it changes in place."""
     found = []

@@ -12,6 +12,16 @@ from torch.nn.modules import module as of_all
 from torchtrim.capture.code.hooks import forward_hooks_on_all, hook_tables, is_ours
 from torchtrim.capture.code.side_effects import Reference, changed
 
+_HOOKS_ON_ALL: tuple[MutableMapping[int, Any], ...] = (
+    of_all._global_forward_pre_hooks,
+    of_all._global_forward_hooks,
+)
+_FLAGS_OF_ALL: tuple[MutableMapping[int, Any], ...] = (
+    of_all._global_forward_hooks_with_kwargs,
+    of_all._global_forward_hooks_always_called,
+)
+"""How those hooks are called, by the same keys."""
+
 
 class Structure:
     """Classes, children, hooks and code of modules, as they are now. `references` lead to their code."""
@@ -20,7 +30,8 @@ class Structure:
         self._modules = modules
         self._references = references
         self._of_modules = [(type(one), dict(one._modules)) for one in modules]
-        self._hooks_on_all = [(table, dict(table)) for table in _tables_of_all()]
+        self._hooks_on_all = [(table, _programs(table)) for table in _HOOKS_ON_ALL]
+        self._flags_of_all = [(table, dict(table)) for table in _FLAGS_OF_ALL]
         self._shape = self._now()
 
     def is_current(self) -> bool:
@@ -43,6 +54,8 @@ class Structure:
             _exchange(stack, module._modules, children)
             for hooks in hook_tables(module):
                 _exchange(stack, hooks, _ours(hooks))
+        for flags, then in self._flags_of_all:
+            _exchange(stack, flags, {**then, **flags})
         for table, then in self._hooks_on_all:
             _exchange(stack, table, {**then, **_ours(table)})
         for one in self._references:
@@ -65,16 +78,11 @@ class Structure:
         return [*own, *forward_hooks_on_all()]
 
 
-def _tables_of_all() -> tuple[MutableMapping[int, Any], ...]:
-    return (
-        of_all._global_forward_pre_hooks,
-        of_all._global_forward_hooks,
-        of_all._global_forward_hooks_with_kwargs,
-        of_all._global_forward_hooks_always_called,
-    )
+def _programs(table: Mapping[int, Any]) -> dict[int, Any]:
+    return {key: hook for key, hook in table.items() if not is_ours(hook)}
 
 
-def _ours(table: MutableMapping[int, Any]) -> dict[int, Any]:
+def _ours(table: Mapping[int, Any]) -> dict[int, Any]:
     return {key: hook for key, hook in table.items() if is_ours(hook)}
 
 
