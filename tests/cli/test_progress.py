@@ -16,6 +16,7 @@ from torchtrim.cli.main import main
 from torchtrim.cli.progress import Phases, progress
 from torchtrim.records import files
 
+CLOCK = re.compile(r"\d\d:\d\d:\d\d ")
 LINE = re.compile(r"\d\d:\d\d:\d\d  (.*)  \d+ s(?:, about \d+ s left)?")
 
 
@@ -26,9 +27,13 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines without their times, which must be there, and without the first one of a slow machine."""
-    found = [LINE.fullmatch(line) for line in capfd.readouterr().err.splitlines()]
-    lines = [one.group(1) if one else "no time" for one in found]
+    """The lines that begin with a time, without their times and without the first one of a slow machine.
+
+    Others on the same file are not progress: torch and what other tests have started write there too.
+    """
+    timed = [line for line in capfd.readouterr().err.splitlines() if CLOCK.match(line)]
+    found = [LINE.fullmatch(line) for line in timed]
+    lines = [one.group(1) if one else "no seconds" for one in found]
     return [one for one in lines if not one.endswith("importing torch")]
 
 
