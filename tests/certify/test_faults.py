@@ -168,6 +168,7 @@ def certified(loss: Loss = plain, kind: type[Net] = Net) -> Certificate:
 
 
 @pytest.mark.parametrize("by", [1e-4, 1e-5, 1e-6, 1e-8])
+@pytest.mark.slow
 def test_labels_smoothed_a_little_are_no_rounding(by: float) -> None:
     assert certified(smoothed(by)).verdict == "NOT EQUAL"
 
@@ -175,6 +176,7 @@ def test_labels_smoothed_a_little_are_no_rounding(by: float) -> None:
 @pytest.mark.parametrize(
     ("loss", "kind"), [(scaled, Net), (decayed, Net), (plain, OtherEps), (plain, WithoutTail)]
 )
+@pytest.mark.slow
 def test_other_small_faults_are_none(loss: Loss, kind: type[Net]) -> None:
     found = certified(loss, kind)
     assert found.verdict == "NOT EQUAL"
@@ -185,6 +187,7 @@ def test_other_small_faults_are_none(loss: Loss, kind: type[Net]) -> None:
     ("loss", "kind"),
     [(summed_apart, Net), (plain, Chunked), (plain, Unfused), (plain, Reassociated)],
 )
+@pytest.mark.slow
 def test_what_is_summed_otherwise_is_rounding(loss: Loss, kind: type[Net]) -> None:
     found = certified(loss, kind)
     assert found.verdict == "ROUNDING", found.reason

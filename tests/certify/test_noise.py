@@ -210,6 +210,7 @@ def otherwise(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Rprop"])
+@pytest.mark.slow
 def test_a_gradient_that_is_rounding_hides_no_fault(optimizer: str) -> None:
     def wrong(x: torch.Tensor) -> torch.Tensor:
         return otherwise(x) * (1 + 1e-7)

@@ -302,6 +302,7 @@ for _ in range(5):
 """
 
 
+@pytest.mark.slow
 def test_another_number_of_threads_another_version_and_another_day(tmp_path: Path) -> None:
     script, path = tmp_path / "threads.py", tmp_path / "certificate.json"
     script.write_text(THREADED)

@@ -102,6 +102,7 @@ def planned(model: nn.Module, batch: Sequence[Tensor]) -> CompiledGraph:
 
 
 @pytest.mark.parametrize(("make", "batch"), [(Attending, SEQUENCES), (Convolving, IMAGES)])
+@pytest.mark.slow
 def test_a_plan_under_autocast_applies_in_float64(
     make: Callable[[], nn.Module], batch: Sequence[Tensor]
 ) -> None:

@@ -15,6 +15,8 @@ from torchtrim.executor.registry import technique
 from torchtrim.records.plan import Technique
 from torchtrim.techniques.data_parallel import TECHNIQUE
 
+pytestmark = pytest.mark.slow  # The first of them starts the ranks.
+
 
 @cache
 def ranks() -> tuple[dict[str, Any], ...]:
@@ -28,7 +30,6 @@ KINDS = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_views_are_the_same_to_the_bit_and_are_taken_back(kind: str) -> None:
     for found in ranks():
@@ -37,7 +38,6 @@ def test_views_are_the_same_to_the_bit_and_are_taken_back(kind: str) -> None:
         assert found[kind]["own"]
 
 
-@pytest.mark.slow
 def test_kept_gradients_are_in_the_buckets() -> None:
     """The gradients of eight parameters are in fewer storages."""
     for found in ranks():

@@ -16,6 +16,8 @@ from torchtrim.records.profile import Kind, Phase
 from torchtrim.step.from_profile import step_of
 from torchtrim.techniques.shard.technique import TECHNIQUE
 
+pytestmark = pytest.mark.slow  # The first of them starts the ranks.
+
 
 @cache
 def ranks() -> tuple[dict[str, Any], ...]:
@@ -23,7 +25,6 @@ def ranks() -> tuple[dict[str, Any], ...]:
     return found_by("techniques.sharded_replicas")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["resharded", "kept", "accumulated", "later", "one block"])
 def test_shards_train_as_the_whole_to_the_bit_and_are_taken_back(kind: str) -> None:
     for found in ranks():
@@ -33,7 +34,6 @@ def test_shards_train_as_the_whole_to_the_bit_and_are_taken_back(kind: str) -> N
         assert seen["marks"]
 
 
-@pytest.mark.slow
 def test_each_rank_keeps_half() -> None:
     for found in ranks():
         assert found["resharded"]["kept"] == pytest.approx(0.5, abs=0.01)

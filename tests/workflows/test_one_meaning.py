@@ -28,6 +28,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+pytestmark = pytest.mark.slow  # All read what runs of every verb have said.
+
 
 def conv(inside, out):
     return nn.Sequential(nn.Conv2d(inside, out, 3, padding=1), nn.BatchNorm2d(out), nn.ReLU())
@@ -76,7 +78,6 @@ def budget(report: Report) -> int | None:
     return growth[0].budget_bytes if growth else report.budget_bytes
 
 
-@pytest.mark.slow
 def test_the_peak_is_the_same_to_the_byte_and_so_is_a_percentage_of_it(
     reports: dict[str, Result],
 ) -> None:
@@ -91,7 +92,6 @@ def test_the_peak_is_the_same_to_the_byte_and_so_is_a_percentage_of_it(
         assert any(f"peak {format_bytes(peak)}" in line for line in first[:2]), first[:2]
 
 
-@pytest.mark.slow
 def test_reserved_is_on_request_and_named_beside_the_peak(reports: dict[str, Result]) -> None:
     plain, asked = reports["estimate"].report, reports["reserved"].report
     assert plain.original is not None
@@ -104,7 +104,6 @@ def test_reserved_is_on_request_and_named_beside_the_peak(reports: dict[str, Res
     assert "torch's allocator reserves" not in printed(asked)
 
 
-@pytest.mark.slow
 def test_other_budgets_are_in_order_once_and_name_their_device(reports: dict[str, Result]) -> None:
     report = reports["plan"].report
     budgets = [point.budget_bytes for point in report.frontier]
