@@ -23,12 +23,12 @@ from torchtrim.errors import UsageError
 from torchtrim.records import Report
 from torchtrim.report import terminal
 
+pytestmark = pytest.mark.slow  # All read what runs of every verb have said.
+
 SOURCE = """
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-pytestmark = pytest.mark.slow  # All read what runs of every verb have said.
 
 
 def conv(inside, out):
