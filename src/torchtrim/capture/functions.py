@@ -87,11 +87,8 @@ def _records(
         name = f"{module}.{code.co_qualname}"
         function = function_at(name)
         if function is not None and function.__code__ is code:
-            effects = SideEffects((), [function])
-            writes = next(map(str, effects.lasting or effects.writes), "")
-            appends = bool(effects.writes) and not effects.lasting
             where = name, code.co_filename, code.co_firstlineno
-            yield Function(*where, tuple(several), writes, appends)
+            yield Function(*where, tuple(several), *SideEffects((), [function]).recorded)
 
 
 def function_at(name: str) -> types.FunctionType | None:

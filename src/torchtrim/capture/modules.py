@@ -75,13 +75,14 @@ class Modules:
             replace(
                 record,
                 parameter_bytes=_parameter_bytes(module),
-                writes=next(map(str, effects.lasting or effects.writes), ""),
-                appends=bool(effects.writes) and not effects.lasting,
+                writes=writes,
+                appends=appends,
                 made=place_of(self._site(module)),
                 rereads=_rereads(module, effects),
             )
             for record, module in zip(self.records, self._kept, strict=True)
             for effects in (SideEffects([module]),)
+            for writes, appends in (effects.recorded,)
         ]
 
     def _add(self, module: nn.Module, path: str) -> None:

@@ -69,8 +69,8 @@ _OF_FORMULA = dict.fromkeys(
 
 
 def in_place(func: Any, node: Any) -> bool | None:
-    """Return True if a backward node runs an operator in place of a tensor of its own, False if of an earlier
-    node's, and None if it does not.
+    """Return True if a backward node's operator writes to a tensor of that node, False if to one of an
+    earlier node, None if it writes to none.
     """
     own = _IN_PLACE.get(func)
     if own is None and func in _OF_FORMULA and node.name() == _OF_FORMULA[func]:

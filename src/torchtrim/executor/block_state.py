@@ -137,8 +137,11 @@ class BlockState:
         roots = [(place.name, value) for place, value, _ in now]
         inner = contents(roots, None if self.reads_all else self.reads)
         others = [(place, value) for place, value, is_own in now if not is_own]
+        every = [*others, *inner]
+        if not self.grown:
+            return every
         grown = {id(one) for one in self.grown}
-        return [one for one in (*others, *inner) if grown.isdisjoint((one[0].owner, id(one[1])))]
+        return [one for one in every if grown.isdisjoint((one[0].owner, id(one[1])))]
 
     def may_read(self, name: str) -> bool:
         """Return True if a run may read what the last one left in an attribute of this name."""
@@ -326,22 +329,10 @@ class Before:
             held.table[held.name] = held.tensor
         for one, was in self._generators:
             set_state(one, was)
-        lengths = [(one, min(length, len(one))) for one, length in self._grown]
-        tails = [one[length:] for one, length in lengths]
-        for one, length in lengths:
-            del one[length:]
         try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(self._structure.again())
-                stack.enter_context(_training(self._held))
-                stack.enter_context(under(self._settings))
-                for weights, then in self._weights:
-                    stack.callback(weights.__setitem__, slice(None), list(weights))
-                    weights[:] = then
+            with self._surroundings():
                 yield
         finally:
-            for (one, length), tail in zip(lengths, tails, strict=True):
-                one[length:] = tail
             for one, now in generators:
                 set_state(one, now)
             for held, other in zip(swapped, others, strict=True):
@@ -350,6 +341,19 @@ class Before:
                 self._table(key)[key.name] = tensor
             _put_attributes(self._modules, attributes)
             _put_outside(outside)
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Restore the modules' structure, which parameters train, torch's settings, and lists."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._structure.again())
+            stack.enter_context(_training(self._held))
+            stack.enter_context(under(self._settings))
+            for weights, then in self._weights:
+                _fill(stack, weights, 0, then)
+            for one, length in self._grown:
+                _fill(stack, one, min(length, len(one)), ())
+            yield
 
     def _moved(self) -> str:
         """Return the name of a tensor whose memory was replaced, as by `.data = ...`, which counts as no
@@ -398,6 +402,12 @@ class Before:
                     is_replaced = isinstance(value, torch.Tensor) and value is not now.get(name)
                     if is_replaced and not self._state.may_read(name):
                         before[name] = now.get(name)
+
+
+def _fill(stack: contextlib.ExitStack, one: list[Any], first: int, items: Sequence[Any]) -> None:
+    """Replace the items of a list from an index on until the stack unwinds."""
+    stack.callback(one.__setitem__, slice(first, None), one[first:])
+    one[first:] = items
 
 
 def _filled(then: Any, now: Any) -> Any:

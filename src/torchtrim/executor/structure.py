@@ -1,4 +1,4 @@
-"""The structure of modules, and their code: kept for a rerun, since the program may change it before."""
+"""Save the classes, children, hooks and code of modules at a forward, and restore them for its rerun."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as of_all
 
-from torchtrim.capture.code.hooks import forward_hooks_on_all, hook_tables, is_ours
+from torchtrim.capture.code.hooks import (
+    FORWARD_HOOKS_ON_ALL,
+    forward_hooks_on_all,
+    hook_tables,
+    is_ours,
+)
 from torchtrim.capture.code.side_effects import Reference, changed
 
-_HOOKS_ON_ALL: tuple[MutableMapping[int, Any], ...] = (
-    of_all._global_forward_pre_hooks,
-    of_all._global_forward_hooks,
-)
 _FLAGS_OF_ALL: tuple[MutableMapping[int, Any], ...] = (
     of_all._global_forward_hooks_with_kwargs,
     of_all._global_forward_hooks_always_called,
 )
-"""How those hooks are called, by the same keys."""
+"""How hooks on all modules are called, by the keys of their tables."""
 
 
 class Structure:
@@ -30,7 +31,7 @@ class Structure:
         self._modules = modules
         self._references = references
         self._of_modules = [(type(one), dict(one._modules)) for one in modules]
-        self._hooks_on_all = [(table, _programs(table)) for table in _HOOKS_ON_ALL]
+        self._hooks_on_all = [(table, _programs(table)) for table in FORWARD_HOOKS_ON_ALL]
         self._flags_of_all = [(table, dict(table)) for table in _FLAGS_OF_ALL]
         self._shape = self._now()
 
@@ -40,7 +41,7 @@ class Structure:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Have that structure inside, without the program's hooks on the modules."""
+        """Restore that structure inside, without the program's hooks on the modules."""
         with contextlib.ExitStack() as stack:
             if not self.is_current():
                 self._put_back(stack)
@@ -89,7 +90,7 @@ def _ours(table: Mapping[int, Any]) -> dict[int, Any]:
 def _exchange(
     stack: contextlib.ExitStack, table: MutableMapping[Any, Any], wanted: Mapping[Any, Any]
 ) -> None:
-    """Give a table other content until the stack unwinds."""
+    """Replace the content of a table until the stack unwinds."""
     now = dict(table)
     if now != wanted:
         stack.callback(_refill, table, now)

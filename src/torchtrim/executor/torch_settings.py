@@ -22,7 +22,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
 )
-"""Functions that read a setting and set it."""
+"""The functions that get and set each of them."""
 
 
 def torch_settings() -> tuple[Any, ...]:
@@ -32,7 +32,7 @@ def torch_settings() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def under(settings: tuple[Any, ...]) -> Iterator[None]:
-    """Have these settings inside, and afterwards those of before."""
+    """Apply settings inside, and restore the current ones afterwards."""
     now = torch_settings()
     _change(now, settings)
     try:

@@ -13,6 +13,9 @@ from torch.nn.modules.module import (
     _global_forward_pre_hooks,
 )
 
+FORWARD_HOOKS_ON_ALL = _global_forward_pre_hooks, _global_forward_hooks
+"""torch's tables of hooks on the forward of all modules, by the ids of their handles."""
+
 
 def hook_tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
     """Return the tables of hooks on a module's forward and backward, by the ids of their handles."""
@@ -32,8 +35,7 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
 
 def forward_hooks_on_all() -> list[Any]:
     """Return the program's hooks on the forward of all modules."""
-    tables = _global_forward_pre_hooks, _global_forward_hooks
-    return [hook for table in tables for hook in table.values() if not is_ours(hook)]
+    return [hook for table in FORWARD_HOOKS_ON_ALL for hook in table.values() if not is_ours(hook)]
 
 
 def backward_hooks_on_all() -> list[Any]:

@@ -143,13 +143,19 @@ class SideEffects:
     @property
     def grown(self) -> list[list[Any]]:
         """Return the lists that the code appends to and does not read."""
-        every = [one.onto for one in self.writes if one.onto and self._is_unseen(*one.onto)]
-        return [*{id(one): one for _, one in every}.values()]
+        every = [one.onto[1] for one in self.writes if one.onto and self._is_unseen(*one.onto)]
+        return [*{id(one): one for one in every}.values()]
 
     @property
     def lasting(self) -> list[Write]:
         """Return the writes that a rerun repeats even if it takes back what it appends to `grown` lists."""
         return [one for one in self.writes if not (one.onto and self._is_unseen(*one.onto))]
+
+    @property
+    def recorded(self) -> tuple[str, bool]:
+        """Return the first write, a lasting one if there is one, and True if a rerun can take all back."""
+        lasting = self.lasting
+        return next(map(str, lasting or self.writes), ""), bool(self.writes) and not lasting
 
     def _is_unseen(self, name: str, one: list[Any]) -> bool:
         # In the place of a default, the code may give any list that it reads.

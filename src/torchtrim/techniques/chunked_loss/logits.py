@@ -133,7 +133,7 @@ class Logits(Tensor):
                 real = _computed(self.head, self.head.tensors)
             if torch.is_grad_enabled():
                 self.there = real
-        return F.log_softmax(real, self.head.moved.dim) if self.log_probabilities else real
+        return _read(real, self.head, log=self.log_probabilities)
 
     def join_graph(self) -> None:
         """Have autograd's graph lead from these to what they are computed from."""
@@ -171,7 +171,7 @@ class _InGraph(torch.autograd.Function):
         given = [one.detach().requires_grad_(needed) for one, needed in pairs]
         with torch.enable_grad():
             real = given[0] if ctx.is_real else _computed(ctx.head, given)
-            made = F.log_softmax(real, ctx.head.moved.dim) if ctx.log_probabilities else real
+            made = _read(real, ctx.head, log=ctx.log_probabilities)
         wanted = [one for one in given if one.requires_grad]
         found = iter(torch.autograd.grad(made, wanted, gradient))
         return None, *(next(found) if one.requires_grad else None for one in given)
@@ -209,6 +209,11 @@ def _computed(head: Head, given: Sequence[Tensor]) -> Tensor:
     with torch.autocast(hidden.device.type, dtype=head.autocast, enabled=head.autocast is not None):
         made = F.linear(hidden, weight, *bias)
     return made.to(head.dtype).movedim(-1, head.moved.dim)
+
+
+def _read(real: Tensor, head: Head, *, log: bool) -> Tensor:
+    """Return the real logits, or their log probabilities."""
+    return F.log_softmax(real, head.moved.dim) if log else real
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -52,9 +52,7 @@ from torchtrim.workflows.optimize.trials import (
 )
 
 _ROUNDS = 3  # corrections by measurement: the second mostly fits, and each one costs a run
-_MOST_FAILED = (
-    2 * _ROUNDS
-)  # plans: each of the later half costs a technique, which mostly refuses at once
+_MOST_FAILED = 2 * _ROUNDS  # plans: each of the later half leaves out a technique that refuses
 _MOST_RECONSIDERED = 4  # arbitrary; each costs a run, and plans predicted to fit come first
 _LEVER_STEPS = 1  # timed ones: a lever's figures are not compared with the original's values
 _DIFFERS = 1.02  # peaks of like steps differ by less: a logger's values, an allocator's rounding
